@@ -1,0 +1,1 @@
+"""Several routers over the same workers, and clients that hold their requests open."""

@@ -1,0 +1,25 @@
+"""`headrace serve ROLE`: one process in the foreground, as an orchestrator or `headrace up` starts it."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+from headrace.cli.exits import CliError
+from headrace.services.runtime.settings_load import SettingsError, load
+
+ROLES = ("router", "encoder", "prefill", "decode")
+
+
+def serve(role: str, config: Path | None, sets: list[str]) -> int:
+    """Run a role until it ends; its exit status. Raises CliError for a bad role or settings."""
+    if role not in ROLES:
+        raise CliError(f"serve {role!r}: no such role; choose from {', '.join(ROLES)}")
+    try:
+        settings_class = getattr(
+            importlib.import_module(f"headrace.services.{role}.settings"), f"{role.capitalize()}Settings"
+        )
+        run = importlib.import_module(f"headrace.services.{role}.main").run
+        return int(run(load(settings_class, config, sets)))
+    except SettingsError as error:
+        raise CliError(str(error)) from error

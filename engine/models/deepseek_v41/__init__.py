@@ -1,0 +1,1 @@
+"""DeepSeek-V4.1 family: hyper-connections, compressed sparse attention, Engram, MoE."""

@@ -1,0 +1,1 @@
+"""The V4.1 vision tower: image geometry, preprocessing, encoder and aligner."""

@@ -1,0 +1,1 @@
+"""Plain torch references of every operator; the meaning of the faster backends."""

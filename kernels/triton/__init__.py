@@ -1,0 +1,1 @@
+"""Triton kernels, with the signatures of the references they replace. Imported only where a CUDA device is used."""

@@ -1,0 +1,1 @@
+"""Decisions only: no sockets, no clock of its own, no torch."""

@@ -1,0 +1,166 @@
+"""Prefill and decode chosen together: inside one data centre, or over a link that is paid for. See pair.md."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.router.balancers.base import Pair
+from headrace.router.balancers.decode import Joint, Projection
+from headrace.router.balancers.link import Links
+from headrace.router.balancers.prefill import Assessment, NewWork
+from headrace.router.columns import Floats, Ints
+from headrace.router.fleet import Fleet
+from headrace.router.index.base import PrefixMatch
+from headrace.router.request import RoutingRequest
+from headrace.router.topology import Role
+
+
+@dataclass(frozen=True, slots=True)
+class PairPolicy:
+    """Parameters; pair.md says what they do."""
+
+    kv_bytes_per_token: float = 8_900.0
+    """What crosses between data centres."""
+    neighbours: bool = True
+    """Whether decode may lie in another data centre than prefill."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Side:
+    """Rows of one role in one data centre, best first, and their costs above the best of all, in seconds."""
+
+    rows: Ints
+    extra: Floats
+
+
+class JointPair:
+    """The pair balancer. Costs of both sides are seconds: extra work at prefill, extra time of the answer at decode."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        prefill: NewWork,
+        decode: Joint,
+        policy: PairPolicy = PairPolicy(),
+        links: Links | None = None,
+    ) -> None:
+        self._fleet = fleet
+        self._prefill = prefill
+        self._decode = decode
+        self._policy = policy
+        self._links = links or Links()
+
+    def order(self, request: RoutingRequest, match: PrefixMatch, now: float) -> Iterator[Pair]:
+        """Best first, made as they are asked for. Raises Rejected at the call."""
+        sources = self._prefill.assess(request, match, now)
+        first = sources.best()
+        if first is None:
+            return iter(())
+        targets = self._decode.project(request, now + float(sources.ttft[first]), now)
+        if not targets.fits.any():
+            return iter(())
+        self._decode.check(targets, request, now)
+        return self._pairs(request, sources, first, targets, now)
+
+    def chosen(self, request: RoutingRequest, pair: Pair, now: float) -> None:
+        """The request goes there; its KV is charged to the link that it crosses."""
+        self._prefill.note(request, pair.prefill, now)
+        if pair.prefill.data_centre != pair.decode.data_centre:
+            prefill, decode = self._fleet.columns(Role.PREFILL), self._fleet.columns(Role.DECODE)
+            source, target = prefill.data_centre_of(pair.prefill.id), decode.data_centre_of(pair.decode.id)
+            if source is not None and target is not None:
+                size = request.prompt_tokens * self._policy.kv_bytes_per_token
+                self._links.charge(source, target, size, self._accelerators(source, target), now)
+
+    def _pairs(
+        self, request: RoutingRequest, sources: Assessment, first: int, targets: Projection, now: float
+    ) -> Iterator[Pair]:
+        """Sums of two sorted lists for each pair of data centres, the least sum first."""
+        found: tuple[int, int] | None = None
+        if self._fleet.data_centres == 1:
+            second = targets.best()
+            if second is not None:
+                found = first, second
+                choice = sources.choice(first, request.prompt_tokens)
+                yield Pair(choice.rank, targets.columns.candidates[second], choice.prediction)
+        before, after = _sides(sources, first), self._targets(request, targets)
+        heap: list[tuple[float, float, int, int, int, int]] = []
+        sums: dict[tuple[int, int], float] = {}
+        for source in before:
+            for target in after:
+                if source != target and not self._policy.neighbours:
+                    continue
+                sums[source, target] = self._crossing(request, source, target, now)
+                heapq.heappush(heap, _entry(before, after, sums, source, target, 0, 0))
+        while heap:
+            _, _, source, target, i, j = heapq.heappop(heap)
+            ours, theirs = before[source], after[target]
+            rows = int(ours.rows[i]), int(theirs.rows[j])
+            if rows != found:
+                choice = sources.choice(rows[0], request.prompt_tokens)
+                yield Pair(choice.rank, targets.columns.candidates[rows[1]], choice.prediction)
+            if j + 1 < len(theirs.rows):
+                heapq.heappush(heap, _entry(before, after, sums, source, target, i, j + 1))
+            if j == 0 and i + 1 < len(ours.rows):
+                heapq.heappush(heap, _entry(before, after, sums, source, target, i + 1, 0))
+
+    def _targets(self, request: RoutingRequest, targets: Projection) -> dict[int, _Side]:
+        """A slower pace makes the whole answer later; a full rank stands behind all that are not."""
+        tokens = request.expected_tokens if request.expected_tokens is not None else self._decode.usual_tokens
+        rows = targets.ranked()
+        extra = tokens * (targets.pace - float(targets.pace[rows].min())) + FULL_S * targets.full
+        return _by_centre(rows, extra, targets.columns.data_centre)
+
+    def _crossing(self, request: RoutingRequest, source: int, target: int, now: float) -> float:
+        if source == target:
+            return 0.0
+        size = request.prompt_tokens * self._policy.kv_bytes_per_token
+        return self._links.seconds(source, target, size, self._accelerators(source, target), now)
+
+    def _accelerators(self, source: int, target: int) -> int:
+        """One a rank, on the smaller side of a link."""
+        prefill = int((self._fleet.columns(Role.PREFILL).data_centre == source).sum())
+        decode = int((self._fleet.columns(Role.DECODE).data_centre == target).sum())
+        return min(prefill, decode)
+
+
+FULL_S = 1e6
+"""More than any work: a rank that is full, or late, is asked after all others."""
+
+
+def _sides(sources: Assessment, first: int) -> dict[int, _Side]:
+    rows = sources.ranked()
+    rows = np.concatenate(([first], rows[rows != first]))
+    extra = sources.cost - float(sources.cost[first])
+    if sources.late is not None:
+        extra += FULL_S * sources.late
+    extra[first] = extra[rows].min()  # a tie that rendezvous decided
+    return _by_centre(rows, extra, sources.columns.data_centre)
+
+
+def _by_centre(rows: Ints, extra: Floats, centres: Ints) -> dict[int, _Side]:
+    """Split by data centre, order kept."""
+    of = centres[rows]
+    found = np.unique(of).tolist()
+    if len(found) == 1:
+        return {found[0]: _Side(rows, extra[rows])}
+    return {centre: _Side(rows[of == centre], extra[rows[of == centre]]) for centre in found}
+
+
+def _entry(
+    before: dict[int, _Side],
+    after: dict[int, _Side],
+    sums: dict[tuple[int, int], float],
+    source: int,
+    target: int,
+    i: int,
+    j: int,
+) -> tuple[float, float, int, int, int, int]:
+    cost = float(before[source].extra[i])
+    total = cost + float(after[target].extra[j]) + sums[source, target]
+    # At equal sums the cheaper prefill goes first.
+    return total, cost, source, target, i, j

@@ -1,0 +1,1 @@
+"""Who holds which prefixes: fed by events of every tier, asked once per request. Knows keys, never tokens."""

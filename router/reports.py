@@ -1,0 +1,68 @@
+"""What a rank says of itself, and whether that can be true."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from headrace.router.topology import Candidate, Role
+
+LONGEST_QUEUE_S = 3600.0
+"""A rank that says its queue takes longer than this is not believed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A rank's own account of itself as of its step `step`."""
+
+    queued_requests: int = 0
+    queued_tokens: int = 0
+    """Prompt tokens (prefill) or image tokens (encoder) that wait to be computed."""
+    running_requests: int = 0
+    reserved_requests: int = 0
+    """Promised room, no data yet (decode)."""
+    kv_tokens: int = 0
+    """KV rows in use by requests, in tokens."""
+    slots_used: int = 0
+    queue_s: float | None = None
+    """The rank's own prediction of how long a new request waits; None: it does not tell."""
+    step: int = 0
+    """Steps since start; a report of a lower one is older."""
+    step_s: float = 0.0
+    """Duration of the last step."""
+
+    def tokens(self, role: Role) -> int:
+        """KV tokens at decode, waiting tokens elsewhere."""
+        return self.kv_tokens if role is Role.DECODE else self.queued_tokens
+
+    @property
+    def requests(self) -> int:
+        return self.queued_requests + self.running_requests + self.reserved_requests
+
+
+def absurdity(report: Report, rank: Candidate) -> str | None:
+    """Why the report of that rank cannot be true; None if it can. What is absurd is not believed at all (L22)."""
+    counts = (
+        report.queued_requests,
+        report.queued_tokens,
+        report.running_requests,
+        report.reserved_requests,
+        report.kv_tokens,
+        report.slots_used,
+        report.step,
+    )
+    if min(counts) < 0:
+        return "a count is negative"
+    if not math.isfinite(report.step_s) or report.step_s < 0:
+        return f"a step of {report.step_s} s"
+    if report.queue_s is not None and not 0 <= report.queue_s <= LONGEST_QUEUE_S:
+        return f"a queue of {report.queue_s} s"
+    if rank.role is not Role.ENCODER:
+        if report.kv_tokens > rank.rows * rank.block_tokens:
+            return f"{report.kv_tokens} KV tokens where {rank.rows * rank.block_tokens} fit"
+        waiting = report.queued_requests + report.running_requests
+        if report.queued_tokens > max(1, waiting) * rank.context_tokens:
+            return f"{report.queued_tokens} tokens wait in {waiting} requests"
+    if rank.slots and report.slots_used > rank.slots:
+        return f"{report.slots_used} slots in use of {rank.slots}"
+    return None

@@ -1,0 +1,227 @@
+"""Our router in a simulation: the very objects of the service (fleet, index, cost model, balancers), called at the same
+moments as services/router calls them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from headrace.router.balancers.base import Choice, Pair
+from headrace.router.balancers.decode import DecodePolicy, Joint
+from headrace.router.balancers.pair import JointPair
+from headrace.router.balancers.pending import Pending
+from headrace.router.balancers.prefill import NewWork, PrefillPolicy
+from headrace.router.cost.decode import DecodeCost
+from headrace.router.cost.loading import LoadingRates
+from headrace.router.cost.prefill import PrefillBatch, PrefillCost
+from headrace.router.fleet import Amount, Fleet
+from headrace.router.index.base import HolderTier, PrefixIndex, StorePrefix, no_match
+from headrace.router.index.index import BlockIndex
+from headrace.router.ranks import RankNumbers
+from headrace.router.reports import Report
+from headrace.router.request import RoutingRequest
+from headrace.router.simulate.cache import SharedStore
+from headrace.router.simulate.request import Attempt, SimRequest
+from headrace.router.simulate.routing import tell_index
+from headrace.router.simulate.spec import Cluster
+from headrace.router.topology import Candidate, RankId, Role
+
+INDEX_BYTES = 1 << 30
+
+
+def make_index() -> PrefixIndex:
+    """The index of the service."""
+    return BlockIndex(INDEX_BYTES)
+
+
+class HeadraceRouter:
+    """SimRouter around the balancers."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        block_tokens: int,
+        *,
+        weight: float | None = None,
+        objective_s: float | None = None,
+    ) -> None:
+        """`weight`: λ, None for the default. `objective_s`: bound on the predicted TTFT."""
+        self._cluster = cluster
+        self._block_tokens = block_tokens
+        self._fleet = Fleet(RankNumbers())
+        self._index = make_index()
+        self._prefill_cost = PrefillCost(batch_tokens=cluster.batch_tokens)
+        self._decode_cost = DecodeCost()
+        policy = PrefillPolicy() if weight is None else PrefillPolicy(weight=weight)
+        self._prefill = NewWork(self._fleet, self._prefill_cost, LoadingRates(), policy, Pending())
+        self._decode = Joint(self._fleet, self._decode_cost, DecodePolicy())
+        self._pair = JointPair(self._fleet, self._prefill, self._decode)
+        self._store: SharedStore | None = None
+        self._ranks: dict[RankId, int] = {}
+        self._ids: dict[tuple[Role, int], RankId] = {}
+        self._replicas: dict[tuple[str, int], dict[int, Candidate]] = {}
+        self._learned: dict[int, int] = {}
+        """Last step of each prefill rank that the cost model has seen."""
+        self._steps: dict[tuple[str, str], dict[int, Report]] = {}
+        """Last reports of the ranks of each decode replica, by rank number."""
+        self._offers: dict[tuple[int, int], Choice | Pair | None] = {}
+        """What was last offered, by ranks."""
+        self._asked: RoutingRequest | None = None
+        self._offered: dict[str, Choice | Pair | None] = {}
+        """By attempts in flight."""
+
+    # --- members and what they tell ----------------------------------------------------------------------------
+
+    def use_store(self, store: SharedStore) -> None:
+        self._store = store
+
+    def join(self, role: Role, rank: int, replica: str, life: int, index: int) -> None:
+        cluster = self._cluster
+        name = RankId(replica, str(life), index)
+        decode = role is Role.DECODE
+        candidate = Candidate(
+            id=name,
+            role=role,
+            data_centre="dc",
+            host=replica,
+            rows=cluster.kv_tokens // self._block_tokens,
+            slots=cluster.slots if decode else 0,
+            block_tokens=self._block_tokens,
+            context_tokens=cluster.context_tokens,
+        )
+        self._ranks[name], self._ids[role, rank] = rank, name
+        members = self._replicas.setdefault((replica, life), {})
+        members[index] = candidate
+        self._fleet.put(replica, str(life), [members[number] for number in sorted(members)])
+
+    def leave(self, role: Role, rank: int) -> None:
+        name = self._ids[role, rank]
+        self._fleet.remove(name.replica_id, name.incarnation)
+
+    def gone(self, role: Role, rank: int) -> None:
+        name = self._ids.pop((role, rank))
+        del self._ranks[name]
+        self._replicas.pop((name.replica_id, int(name.incarnation)), None)
+        number = self._fleet.forget(name)
+        if number is not None:
+            self._index.clear(number, HolderTier.DEVICE | HolderTier.HOST)
+            self._learned.pop(number, None)
+            self._steps.pop((name.replica_id, name.incarnation), None)
+            self._prefill_cost.clear(number)
+            self._decode_cost.clear(number)
+
+    def report(self, role: Role, rank: int, report: Report, batch: PrefillBatch | None, now: float) -> None:
+        name = self._ids.get((role, rank))
+        if name is None or not self._fleet.report(name, report, now):
+            return
+        if role is Role.DECODE:
+            self._learn_step(name, report, now)
+        elif batch is not None:
+            self._learn_batch(name, report, batch, now)
+
+    def _learn_batch(self, name: RankId, report: Report, batch: PrefillBatch, now: float) -> None:
+        """Once per batch."""
+        number = self._fleet.numbers.get(name)
+        if number is None or self._learned.get(number) == report.step:
+            return
+        self._learned[number] = report.step
+        self._prefill_cost.observe(number, batch, report.step_s, now)
+
+    def _learn_step(self, name: RankId, report: Report, now: float) -> None:
+        """A replica's step lasts as long as its fullest rank needs: only that rank's numbers explain it."""
+        number = self._fleet.numbers.get(name)
+        if number is None or not report.running_requests:
+            return
+        reports = self._steps.setdefault((name.replica_id, name.incarnation), {})
+        reports[number] = report
+        cost = self._decode_cost
+        fullest = max(reports, key=lambda one: float(cost.step(reports[one].running_requests, reports[one].kv_tokens)))
+        if fullest == number:
+            self._decode_cost.observe(number, report.running_requests, report.kv_tokens, report.step_s, now)
+
+    def cached(self, rank: int, stored: list[bytes], removed: list[bytes]) -> None:
+        name = self._ids.get((Role.PREFILL, rank))
+        number = None if name is None else self._fleet.numbers.get(name)
+        if number is not None:
+            tell_index(self._index, number, stored, removed)
+
+    # --- one request -------------------------------------------------------------------------------------------
+
+    def order(
+        self, request: SimRequest, prompt_tokens: int, output_tokens: int, now: float
+    ) -> Iterator[tuple[int, int]]:
+        usable = prompt_tokens - 1
+        asked = RoutingRequest(
+            request_id=str(request.number),
+            prompt_tokens=prompt_tokens,
+            max_tokens=output_tokens,
+            choices=1,
+            image_tokens=0,
+            affinity_key=request.keys[0] if request.keys else b"",
+            priority=0,
+            deadline=math.inf,
+            blocks=request.keys,
+            usable_tokens=usable,
+        )
+        self._asked = asked
+        self._offers.clear()
+        if not self._cluster.prefill_ranks:
+            for target in self._decode.order(asked, now, now):
+                yield self._offer(-1, self._ranks[target.id], None)
+            return
+        limit = usable // self._block_tokens
+        match = no_match(self._fleet.numbers.size)
+        if request.keys:
+            shared = StorePrefix()
+            if self._store is not None:
+                shared = StorePrefix(self._store.leading(request.keys, limit, now))
+            match = self._index.match(request.keys, None, limit, shared)
+        if not self._cluster.decode_ranks:
+            for choice in self._prefill.order(asked, match, now):
+                yield self._offer(self._ranks[choice.rank.id], -1, choice)
+            return
+        for pair in self._pair.order(asked, match, now):
+            yield self._offer(self._ranks[pair.prefill.id], self._ranks[pair.decode.id], pair)
+
+    def _offer(self, prefill: int, decode: int, offer: Choice | Pair | None) -> tuple[int, int]:
+        self._offers[prefill, decode] = offer
+        return prefill, decode
+
+    def accepted(self, attempt: Attempt, now: float) -> None:
+        offer = self._offers[attempt.prefill_rank, attempt.decode_rank]
+        self._offered[attempt.key] = offer
+        if attempt.decode_rank >= 0:
+            amount = Amount(tokens=attempt.prompt_tokens, requests=1)
+            self._fleet.begin(self._ids[Role.DECODE, attempt.decode_rank], attempt.key, amount, now)
+        if offer is None or self._asked is None:
+            return
+        if isinstance(offer, Pair):
+            self._pair.chosen(self._asked, offer, now)
+            source = offer.prefill.id
+        else:
+            self._prefill.note(self._asked, offer.rank, now)
+            source = offer.rank.id
+        self._fleet.begin(source, attempt.key, offer.prediction.amount, now)
+
+    def handed_over(self, attempt: Attempt, now: float) -> None:
+        name = self._ids.get((Role.PREFILL, attempt.prefill_rank))
+        if name is None:
+            return
+        hit = attempt.hit_tokens
+        new = attempt.prompt_tokens - hit
+        work = float(self._prefill_cost.work(new, hit))
+        self._fleet.end(name, attempt.key, now, Amount(new, hit, 1, work, new * (hit + new / 2)))
+
+    def ended(self, attempt: Attempt, now: float) -> None:
+        self._offered.pop(attempt.key, None)
+        for role, rank in ((Role.PREFILL, attempt.prefill_rank), (Role.DECODE, attempt.decode_rank)):
+            name = self._ids.get((role, rank))
+            if name is not None:
+                self._fleet.end(name, attempt.key)
+        if attempt.request.delivered == attempt.request.output_tokens:
+            self._decode.finished(attempt.request.output_tokens)
+
+    @property
+    def idle(self) -> bool:
+        return self._fleet.idle and not self._offered

@@ -1,0 +1,44 @@
+"""What is balanced over: ranks of one life of one replica (L14), and what each can hold."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Role(enum.Enum):
+    """The roles that are balanced over."""
+
+    ENCODER = "encoder"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, order=True)
+class RankId:
+    """One rank of one life of one replica."""
+
+    replica_id: str
+    incarnation: str
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A rank that takes work, and what it can hold."""
+
+    id: RankId
+    role: Role
+    data_centre: str
+    host: str
+    rows: int
+    """Pool rows; 0 for encoders."""
+    slots: int
+    """Sequences that may run at once; 0 where unlimited."""
+    block_tokens: int
+    context_tokens: int
+
+    def fits(self, prompt_tokens: int, rows: int, choices: int) -> bool:
+        """Whether an empty rank could hold the request at all."""
+        slots_fit = self.slots == 0 or choices <= self.slots
+        return slots_fit and rows <= self.rows and prompt_tokens < self.context_tokens

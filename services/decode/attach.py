@@ -1,0 +1,213 @@
+"""The streams to routers: one per router, one message per step for all of its requests; renewals, credit, cancels in.
+
+A stream that breaks takes nothing with it: requests run on until their lease ends, and a new stream of the same router
+goes on where the old one stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from headrace.engine.messages import Cancel, Credit, Event, Finished, Renew, Tokens, Usage
+from headrace.engine.request import RequestKey
+from headrace.services.decode.journal import RequestJournal
+from headrace.services.runtime import logs
+from headrace.services.runtime.clock import Clock
+from headrace.services.runtime.errors import Aborted, InvalidArgument
+from headrace.services.runtime.ids import short
+from headrace.services.worker.engine_link import EngineLink
+from headrace.services.worker.events_wire import TokenBytes, reason_from_wire
+from headrace.services.worker.reports import EngineReporter
+from headrace.services.worker.spec_wire import attempt_id, request_key
+from headrace.v1 import common_pb2, decode_pb2
+
+_log = logs.get(__name__)
+
+
+class RouterStream:
+    """What waits for one stream."""
+
+    def __init__(self, router: str) -> None:
+        self.router = router
+        self.dirty: dict[RequestKey, None] = {}
+        """Requests with news, in order."""
+        self.unknown: list[common_pb2.AttemptId] = []
+        self.wake = asyncio.Event()
+        self.replaced = False
+
+    def note(self, key: RequestKey) -> None:
+        self.dirty[key] = None
+        self.wake.set()
+
+
+class AttachHub:
+    """Journals of all requests and the streams that carry them off. Belongs to the event loop's thread."""
+
+    def __init__(self, peer: common_pb2.PeerId, token_bytes: TokenBytes, clock: Clock, linger_s: float) -> None:
+        self._peer = peer
+        self._token_bytes = token_bytes
+        self._clock = clock
+        self._linger_s = linger_s
+        self._journals: dict[RequestKey, RequestJournal] = {}
+        self._streams: dict[str, RouterStream] = {}
+        self.link: EngineLink
+        self.reporter: EngineReporter
+        """Both set before the port opens; the link needs `on_events` of this object first."""
+
+    # --- journals ----------------------------------------------------------------------------------------------
+
+    @property
+    def open(self) -> int:
+        """Requests that have not ended."""
+        return sum(journal.ended_at is None for journal in self._journals.values())
+
+    @property
+    def undelivered(self) -> int:
+        """Requests that have not ended, or whose end has not been sent to an attached router."""
+        return sum(
+            journal.ended_at is None or (not journal.delivered and journal.router in self._streams)
+            for journal in self._journals.values()
+        )
+
+    @property
+    def streams(self) -> int:
+        """Attached routers."""
+        return len(self._streams)
+
+    def journal(self, key: RequestKey) -> RequestJournal | None:
+        return self._journals.get(key)
+
+    def begin(self, journal: RequestJournal) -> bool:
+        """Keep a journal from now on; False when there is one of this key, which stays."""
+        return self._journals.setdefault(journal.key, journal) is journal
+
+    def drop(self, key: RequestKey) -> None:
+        """The engine refused the request: no event will come."""
+        self._journals.pop(key, None)
+
+    def on_events(self, events: tuple[Event, ...]) -> None:
+        """All events of one turn of the engine. Those of the process's own canary have no journal."""
+        now = self._clock.monotonic()
+        for event in events:
+            journal = self._journals.get(event.key)
+            if journal is None or not isinstance(event, Tokens | Finished | Usage):
+                continue
+            journal.add(event, self._token_bytes, self._peer.replica_id, now)
+            stream = self._streams.get(journal.router)
+            if stream is not None:
+                stream.note(journal.key)
+        self.reporter.refresh()
+
+    def reap(self) -> None:
+        """Forget requests that ended long enough ago; those that an attached router has yet to take stay (L9)."""
+        before = self._clock.monotonic() - self._linger_s
+        for key, journal in tuple(self._journals.items()):
+            if journal.ended_at is None or journal.ended_at > before:
+                continue
+            if journal.delivered or journal.router not in self._streams:
+                del self._journals[key]
+
+    # --- the stream --------------------------------------------------------------------------------------------
+
+    async def attach(
+        self, requests: AsyncIterator[decode_pb2.AttachRequest]
+    ) -> AsyncGenerator[decode_pb2.AttachResponse, None]:
+        """Serve one stream until the router leaves. Raises InvalidArgument, Aborted when a newer stream replaces it."""
+        first = await anext(aiter(requests), None)
+        if first is None:
+            return
+        if not first.router.incarnation:
+            raise InvalidArgument("the first message names the router", field="router")
+        stream = RouterStream(first.router.incarnation)
+        former = self._streams.get(stream.router)
+        if former is not None:
+            former.replaced = True
+            former.wake.set()
+        self._streams[stream.router] = stream
+        _log.info("router attached", router=first.router.replica_id, incarnation=short(stream.router))
+        reader = asyncio.create_task(self._read(first, requests, stream), name="attach-reader")
+        reader.add_done_callback(lambda _: stream.wake.set())
+        try:
+            yield self._stamped(decode_pb2.AttachResponse(decode=self._peer))
+            while not reader.done():
+                await stream.wake.wait()
+                stream.wake.clear()
+                if stream.replaced:
+                    raise Aborted("this router has opened a newer stream")
+                response = self._message(stream)
+                if response is not None:
+                    yield response
+            reader.result()
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+            if self._streams.get(stream.router) is stream:
+                del self._streams[stream.router]
+                _log.info("router detached", incarnation=short(stream.router))
+
+    def _message(self, stream: RouterStream) -> decode_pb2.AttachResponse | None:
+        """News of all requests of the router since the last message."""
+        events = []
+        for key in stream.dirty:
+            journal = self._journals.get(key)
+            news = None if journal is None else journal.take()
+            if news is not None:
+                events.append(news)
+        stream.dirty.clear()
+        unknown, stream.unknown = stream.unknown, []
+        if not events and not unknown:
+            return None
+        return self._stamped(decode_pb2.AttachResponse(requests=events, unknown=unknown))
+
+    def _stamped(self, response: decode_pb2.AttachResponse) -> decode_pb2.AttachResponse:
+        load = self.reporter.load()
+        if load is not None:
+            response.load.CopyFrom(load)
+            response.step = load.step
+        return response
+
+    # --- from the router ---------------------------------------------------------------------------------------
+
+    async def _read(
+        self,
+        first: decode_pb2.AttachRequest,
+        requests: AsyncIterator[decode_pb2.AttachRequest],
+        stream: RouterStream,
+    ) -> None:
+        await self._take(first, stream, is_first=True)
+        async for request in requests:
+            await self._take(request, stream, is_first=False)
+
+    async def _take(self, request: decode_pb2.AttachRequest, stream: RouterStream, *, is_first: bool) -> None:
+        for index, cancel in enumerate(request.cancels):
+            reason = reason_from_wire(cancel.reason, f"cancels[{index}].reason")
+            self.link.post(Cancel(request_key(cancel.id, f"cancels[{index}].id"), reason))
+        keys = []
+        for index, attached in enumerate(request.requests):
+            key = request_key(attached.id, f"requests[{index}].id")
+            keys.append(key)
+            journal = self._journals.get(key)
+            if journal is None:
+                continue
+            if journal.router != stream.router:
+                raise InvalidArgument(f"{key} is another router's", field=f"requests[{index}].id")
+            if attached.credit_tokens > journal.credit:
+                journal.credit = attached.credit_tokens
+                self.link.post(Credit(key, attached.credit_tokens))
+            if is_first:
+                journal.rewind(tuple(attached.received_tokens))
+                stream.note(key)
+        if not keys:
+            return
+        for key in await self.link.call(Renew(tuple(keys))):
+            if key not in self._journals:
+                stream.unknown.append(attempt_id(key))
+                stream.wake.set()
+
+
+async def reap_journals(hub: AttachHub, period_s: float) -> None:
+    """L9: a background task on its own clock."""
+    while True:
+        await asyncio.sleep(period_s)
+        hub.reap()

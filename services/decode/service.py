@@ -1,0 +1,184 @@
+"""DecodeService: reservations, hand-overs, streams."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import grpc.aio
+
+from headrace.engine.messages import Cancel, Commit, GetStatus, Reserve, TransferEnded
+from headrace.engine.request import EngineRequest
+from headrace.kvcache.handle import Handle
+from headrace.kvcache.landing_types import PartChecksums
+from headrace.kvcache.transfer.base import TransferEngine
+from headrace.kvcache.transfer.pushes import Outcome, TerminalNotice
+from headrace.services.decode.attach import AttachHub
+from headrace.services.decode.journal import RequestJournal
+from headrace.services.runtime.clock import Clock
+from headrace.services.runtime.errors import FailedPrecondition, InvalidArgument, Unimplemented
+from headrace.services.worker.engine_link import EngineLink
+from headrace.services.worker.events_wire import counts_from_wire, first_tokens_from_wire, reason_from_wire
+from headrace.services.worker.reports import EngineReporter, load_report
+from headrace.services.worker.spec_wire import ModelFacts, engine_request, request_key
+from headrace.services.worker.transfer_wire import agent_to_wire, handle_from_wire, handle_to_wire
+from headrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
+    """Serves one engine. Everything here belongs to the event loop's thread."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        peer: common_pb2.PeerId,
+        transfer: TransferEngine,
+        link: EngineLink,
+        hub: AttachHub,
+        reporter: EngineReporter,
+        clock: Clock,
+    ) -> None:
+        self._facts = facts
+        self._peer = peer
+        self._transfer = transfer
+        self._link = link
+        self._hub = hub
+        self._reporter = reporter
+        self._clock = clock
+        self._agent = common_pb2.TransferAgent()
+        self.announce()
+        self.refused = 0
+        """Reservations refused."""
+        self.resends = 0
+        """Commits answered with a resend: rows that did not match their checksum."""
+
+    def announce(self) -> common_pb2.TransferAgent:
+        """Describe the landing memory anew; called when it has changed."""
+        self._agent = agent_to_wire(self._transfer.describe(), self._peer.replica_id, self._facts.wire())
+        return self._agent
+
+    # --- reservations ------------------------------------------------------------------------------------------
+
+    async def Reserve(self, request: decode_pb2.ReserveRequest, context: _Context) -> decode_pb2.ReserveResponse:
+        """See decode.proto. Answered between two steps."""
+        try:
+            return await self._reserve(request)
+        except BaseException:
+            self.refused += 1
+            raise
+
+    async def _reserve(self, request: decode_pb2.ReserveRequest) -> decode_pb2.ReserveResponse:
+        if request.embeddings:
+            raise Unimplemented("embeddings", "decode does not compute images again; leave the field unset")
+        if not request.spec.router.incarnation:
+            raise InvalidArgument("names no router", field="spec.router")
+        spec = request.spec
+        # No token goes out before the router has granted credit over its stream.
+        wanted = engine_request(spec, self._facts, self._clock.monotonic(), credit=0)
+        image_tokens = sum(span.length for span in spec.image_spans)
+        starts = tuple(len(wanted.delivered_to(choice)) for choice in range(wanted.n))
+        begun = self._hub.begin(RequestJournal(wanted.key, spec.router.incarnation, starts, image_tokens))
+        sender = request.sender.incarnation or None
+        reserve = Reserve(wanted, sender, request.compute_here)
+        asked, status = self._link.ask(reserve), self._link.ask(GetStatus())
+        try:
+            reserved = await asked
+        except Exception:
+            if begun:
+                self._hub.drop(wanted.key)
+            raise
+        finally:
+            self._reporter.refresh()
+        if reserved.handle is not None:
+            self._transfer.expect(reserved.handle.transfer_id)
+        return decode_pb2.ReserveResponse(
+            landing=None if reserved.handle is None else self._handle(reserved.handle, wanted),
+            agent=None if reserved.handle is None else self._agent,
+            held_blocks=reserved.held_blocks,
+            lease_ms=round(reserved.lease_s * 1000),
+            load=load_report(await status),
+        )
+
+    async def Release(
+        self, request: decode_pb2.DecodeServiceReleaseRequest, context: _Context
+    ) -> decode_pb2.DecodeServiceReleaseResponse:
+        """See decode.proto."""
+        reason = reason_from_wire(request.reason, "reason")
+        found = await self._link.call(Cancel(request_key(request.id), reason))
+        self._reporter.refresh()
+        return decode_pb2.DecodeServiceReleaseResponse(found=found)
+
+    # --- transfers ---------------------------------------------------------------------------------------------
+
+    async def Commit(self, request: decode_pb2.CommitRequest, context: _Context) -> decode_pb2.CommitResponse:
+        """See decode.proto. Every field of the handle is compared by the engine (L1)."""
+        handle = self._own(request.landing)
+        key = request_key(request.landing.id, "landing.id")
+        journal = self._hub.journal(key)
+        if journal is not None:
+            journal.prefill.CopyFrom(request.report)
+        committed = await self._link.call(
+            Commit(
+                key=key,
+                handle=handle,
+                checksums=tuple(
+                    PartChecksums(tuple(part.rows), part.slot if part.HasField("slot") else None)
+                    for part in request.checksums
+                ),
+                first=first_tokens_from_wire(request.first_tokens),
+                counts=counts_from_wire(request.report),
+                sender=request.sender.incarnation or None,
+            )
+        )
+        self._transfer.forget(handle.transfer_id)
+        if committed.resend is None:
+            return decode_pb2.CommitResponse(admitted=decode_pb2.CommitAdmitted())
+        self.resends += 1
+        self._transfer.expect(committed.resend.transfer_id)
+        landing = handle_to_wire(committed.resend, self._peer.replica_id, request.landing.time_left_ms / 1000)
+        return decode_pb2.CommitResponse(resend=decode_pb2.CommitResend(landing=landing, agent=self._agent))
+
+    async def EndTransfer(
+        self, request: decode_pb2.EndTransferRequest, context: _Context
+    ) -> decode_pb2.EndTransferResponse:
+        """See decode.proto. However it ended, its rows will not be committed."""
+        if request.outcome == decode_pb2.TRANSFER_OUTCOME_UNSPECIFIED:
+            raise InvalidArgument("must say how the transfer ended", field="outcome")
+        if request.landing.receiver.incarnation == self._peer.incarnation:
+            await self._link.call(TransferEnded(request.landing.transfer_id, complete=False))
+            self._transfer.forget(request.landing.transfer_id)
+            self._reporter.refresh()
+        return decode_pb2.EndTransferResponse()
+
+    def take_notices(self, notices: Sequence[TerminalNotice]) -> None:
+        """Terminal notices from the wire, behind the sender's last write."""
+        for notice in notices:
+            self._link.post(TransferEnded(notice.transfer_id, complete=notice.outcome is Outcome.OK))
+        self._reporter.refresh()
+
+    # --- streams -----------------------------------------------------------------------------------------------
+
+    async def Attach(
+        self, request_iterator: AsyncIterator[decode_pb2.AttachRequest], context: _Context
+    ) -> AsyncIterator[decode_pb2.AttachResponse]:
+        """See decode.proto."""
+        async with aclosing(self._hub.attach(request_iterator)) as responses:
+            async for response in responses:
+                yield response
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _own(self, wire: common_pb2.TransferHandle) -> Handle:
+        """L14: a handle of another life of this replica names memory that is gone."""
+        if wire.receiver.incarnation != self._peer.incarnation:
+            raise FailedPrecondition(
+                "the handle is of another life of this replica; reserve again", field="landing.receiver"
+            )
+        return handle_from_wire(wire)
+
+    def _handle(self, handle: Handle, request: EngineRequest) -> common_pb2.TransferHandle:
+        assert request.deadline is not None
+        return handle_to_wire(handle, self._peer.replica_id, request.deadline - self._clock.monotonic())

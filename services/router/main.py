@@ -1,0 +1,206 @@
+"""The router process: the front door, and the registry of a one-machine cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from functools import partial
+from pathlib import Path
+
+from headrace.router.admission import Admission, AdmissionLimits, Cause
+from headrace.router.balancers.encoder import CachedImages
+from headrace.router.topology import Role
+from headrace.services.router.admission import AdmissionDesk
+from headrace.services.router.attempt import Attempts
+from headrace.services.router.caches import ClusterCaches
+from headrace.services.router.generate import Generation
+from headrace.services.router.images import ImageStage
+from headrace.services.router.model import load_served_model
+from headrace.services.router.prefix_metrics import add_prefix_metrics
+from headrace.services.router.prefixes import Prefixes
+from headrace.services.router.service import InferenceServicer
+from headrace.services.router.settings import RouterSettings
+from headrace.services.router.snapshots import SnapshotPlanner
+from headrace.services.router.store_lookup import open_lookup
+from headrace.services.router.tenants import Tenants
+from headrace.services.router.workers import Workers
+from headrace.services.runtime.control import Inspection, conservation
+from headrace.services.runtime.engine_errors import translate
+from headrace.services.runtime.lifecycle import Lifecycle, run_service
+from headrace.services.runtime.process import ServiceProcess
+from headrace.services.runtime.registry.base import Registry
+from headrace.services.runtime.registry.embedded import EmbeddedRegistry
+from headrace.services.runtime.registry.open import open_registry
+from headrace.services.runtime.registry.service import RegistryServicer
+from headrace.services.runtime.registry.wire import to_wire
+from headrace.services.runtime.settings_load import SettingsError
+from headrace.v1 import (
+    inference_pb2,
+    inference_pb2_grpc,
+    registry_pb2,
+    registry_pb2_grpc,
+)
+
+
+def run(settings: RouterSettings) -> int:
+    """Serve until told to stop; returns the exit status."""
+    if settings.model.folder is None:
+        raise SettingsError("model.folder is needed: name the model's folder (the router reads its tokenizer)")
+    secret = settings.router.salt_secret
+    if secret is not None and len(secret.get_secret_value().encode()) < 16:
+        raise SettingsError("router.salt_secret needs at least 16 characters")
+    salt = secrets.token_bytes(32) if secret is None else secret.get_secret_value().encode()
+    own_key = settings.router.operator_key
+    tenants = Tenants(salt, settings.router.tenants, "" if own_key is None else own_key.get_secret_value())
+    return run_service(partial(_start, settings, settings.model.folder, tenants), settings.stop)
+
+
+async def _start(settings: RouterSettings, folder: Path, tenants: Tenants, life: Lifecycle) -> None:
+    process = ServiceProcess(settings, life, translate)
+    model = await asyncio.to_thread(load_served_model, settings.model.name, folder, settings.router.protocol)
+    workers = Workers(settings, process.peer, process.clock)
+    life.on_close("workers", workers.close)
+    waits = process.metrics.histogram("admission_wait_seconds", "Time in the queue before the first turn")
+    desk = AdmissionDesk(Admission(_limits(settings)), process.clock, waits.observe)
+    workers.on_news = desk.news
+    life.spawn(desk.run(), "admission-clock")
+    prefixes = Prefixes(settings.index, workers.fleet.numbers, process.clock, open_lookup(settings.index))
+    life.on_close("prefixes", prefixes.close)
+    workers.on_joined, workers.on_left = prefixes.joined, prefixes.left
+    snapshots = SnapshotPlanner(settings, model)
+    encoders = CachedImages(workers.fleet)
+    generation = Generation(
+        settings,
+        model,
+        workers,
+        ImageStage(workers, encoders, model.vision, process.peer, process.clock),
+        Attempts(
+            workers,
+            workers.balance.pairs,
+            workers.balance.conditional,
+            prefixes,
+            process.clock,
+            settings.router.reserve_timeout_seconds,
+        ),
+        desk,
+        snapshots,
+        process.peer,
+        process.clock,
+    )
+    registry = _registry(settings, process)
+    life.on_close("registry", registry.close)
+    process.server.add(
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server,
+        InferenceServicer(settings, model, tenants, generation, workers),
+        inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
+        admits=("Generate",),
+    )
+    _metrics(process, generation, desk, workers, snapshots)
+    add_prefix_metrics(process.metrics, prefixes)
+    process.metrics.gauge(
+        "embeddings_remembered", "Image embeddings that encoders are believed to hold", lambda: encoders.remembered
+    )
+
+    async def inspect(check: bool) -> Inspection:
+        return _inspection(generation, desk, workers, prefixes, check)
+
+    caches = ClusterCaches(settings, model, tenants, workers)
+    await process.serve(inspect, lambda: len(generation.live), process.replica, caches, tenants.operator)
+    life.spawn(workers.follow(registry), "membership-watch")
+    await process.join(process.replica(), _canary, registry)
+
+
+def _registry(settings: RouterSettings, process: ServiceProcess) -> Registry:
+    """Embedded: this process holds the membership table and serves it to the workers."""
+    if settings.registry.kind == "etcd":
+        return open_registry(settings.registry, settings.rpc)
+    embedded = EmbeddedRegistry()
+    process.server.add(
+        registry_pb2_grpc.add_RegistryServiceServicer_to_server,
+        RegistryServicer(embedded.table),
+        registry_pb2.DESCRIPTOR.services_by_name["RegistryService"],
+    )
+    return embedded
+
+
+async def _canary() -> None:
+    """The router's own way to an answer goes through workers that pass their own canaries; without any it still says so
+    with a typed error, so it is ready once its registry answers."""
+
+
+def _metrics(
+    process: ServiceProcess,
+    generation: Generation,
+    desk: AdmissionDesk,
+    workers: Workers,
+    snapshots: SnapshotPlanner,
+) -> None:
+    metrics = process.metrics
+    metrics.live_set("requests", "Requests", generation.live)
+    metrics.gauge("requests_refused", "Requests refused before they were accepted", lambda: generation.refused)
+    metrics.gauge("requests_running", "Requests in the cluster", lambda: desk.running)
+    metrics.gauge("requests_waiting", "Requests that wait for admission", lambda: desk.waiting)
+    metrics.gauge("admission_waiting_tokens", "Uncached tokens that wait for admission", lambda: desk.waiting_tokens)
+    metrics.gauges(
+        "admission_waiting",
+        "Requests that wait for admission, by priority",
+        ("priority",),
+        lambda: {(str(priority),): count for priority, count in desk.waiting_by_priority().items()},
+    )
+    metrics.gauges(
+        "admission_rejected",
+        "Requests turned away since start, by cause",
+        ("cause",),
+        lambda: {(cause.value,): desk.rejected[cause] for cause in Cause},
+    )
+    metrics.gauge("forks_found", "Prompts that left a known chain of blocks", lambda: snapshots.found)
+    metrics.gauge("forks_remembered_blocks", "Blocks of recent prompts", lambda: snapshots.remembered)
+    metrics.gauges(
+        "workers",
+        "Ready ranks, by role",
+        ("role",),
+        lambda: {(role.value,): len(workers.fleet.candidates(role)) for role in Role},
+    )
+    metrics.gauges(
+        "load_reports_absurd",
+        "Load reports that could not be true, of ranks that are known",
+        ("replica", "rank"),
+        lambda: {(rank.replica_id, str(rank.rank)): count for rank, count in workers.fleet.absurd.items()},
+    )
+    metrics.gauges(
+        "rank_slowness",
+        "Time of a rank's steps against what its peers would need",
+        ("replica", "rank"),
+        lambda: workers.balance.slowness(process.clock.monotonic()),
+    )
+
+
+def _limits(settings: RouterSettings) -> AdmissionLimits:
+    section = settings.admission
+    return AdmissionLimits(
+        max_running=section.max_running,
+        max_waiting=section.max_waiting,
+        max_waiting_tokens=section.max_waiting_tokens,
+        tenant_share=1.0 if settings.router.tenants is None else section.tenant_share,
+        quantum_tokens=section.quantum_tokens,
+        room_wait_s=section.capacity_wait_seconds,
+    )
+
+
+def _inspection(
+    generation: Generation, desk: AdmissionDesk, workers: Workers, prefixes: Prefixes, check: bool
+) -> Inspection:
+    live = generation.live
+    problems: list[str] = []
+    if check and not len(live) and not (desk.idle and workers.fleet.idle):
+        problems.append("no request is live, but the queue or loads hold some")
+    links = sum(worker.link.live for worker in workers.all() if worker.link is not None)
+    if check and not len(live) and links:
+        problems.append(f"no request is live, but {links} feeds are open")
+    if check:
+        problems += prefixes.problems()
+    return Inspection(
+        requests=conservation(live, generation.refused),
+        members=tuple(to_wire(replica) for replica in workers.members()),
+        problems=tuple(problems),
+    )

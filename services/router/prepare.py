@@ -1,0 +1,295 @@
+"""A client's request, validated in full before anything is reserved (L10), with every default filled in.
+
+A field that is not implemented is refused, never ignored. Nothing here waits or knows workers.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.engine.errors import EngineError
+from headrace.engine.sampling_params import SamplingParams
+from headrace.engine.text.chat import ROLES, ChatMessage, ImagePart
+from headrace.engine.text.errors import TextError
+from headrace.services.router.model import ServedModel
+from headrace.services.router.settings import RequestSection
+from headrace.services.runtime.errors import InvalidArgument, NotFound, Unimplemented
+from headrace.services.runtime.ids import new_request_id
+from headrace.v1 import common_pb2, inference_pb2
+
+MAX_PRIORITY = 100
+"""Tiers are few: every one that is used is a queue of its own."""
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+_CHAT_ROLES = {
+    inference_pb2.CHAT_ROLE_SYSTEM: ROLES[0],
+    inference_pb2.CHAT_ROLE_USER: ROLES[1],
+    inference_pb2.CHAT_ROLE_ASSISTANT: ROLES[2],
+    inference_pb2.CHAT_ROLE_TOOL: ROLES[3],
+}
+IMPLEMENTED_FIELDS = (
+    "prompt.text", "prompt.chat.messages", "prompt.chat.thinking", "prompt.tokens",
+    "sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.min_p", "sampling.presence_penalty",
+    "sampling.frequency_penalty", "sampling.repetition_penalty", "sampling.logit_bias", "sampling.seed", "sampling.n",
+    "sampling.logprobs", "stop.max_tokens", "stop.min_tokens", "stop.ignore_eos", "stop.stop", "stop.stop_token_ids",
+    "traffic_class", "priority", "timeout_ms", "request_id", "snapshot_at", "report",
+)  # fmt: skip
+"""What ListModels tells."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request whose every field has been checked, except what needs the images' sizes."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    """One placeholder per image."""
+    images: tuple[inference_pb2.Image, ...]
+    sampling: common_pb2.SamplingParams
+    """Every implemented field set, seed and n included."""
+    stop: common_pb2.StopParams
+    """max_tokens still absent where the client gave none."""
+    traffic_class: common_pb2.TrafficClass.ValueType
+    priority: int
+    timeout_s: float
+    snapshot_at: tuple[int, ...]
+    report: bool
+    system_tokens: int = 0
+    """Of `token_ids`, those of a chat's system messages, where the model has snapshots (0 elsewhere)."""
+
+
+def prepare(
+    request: inference_pb2.GenerateRequest,
+    model: ServedModel,
+    limits: RequestSection,
+    traffic_class: common_pb2.TrafficClass.ValueType = common_pb2.TRAFFIC_CLASS_CHAT,
+) -> Prepared:
+    """Check and complete a request; `traffic_class` is that of one which names none.
+
+    Raises InvalidArgument, Unimplemented or NotFound naming the field.
+    """
+    if request.model and request.model != model.name:
+        raise NotFound(f"no model {request.model!r}; this cluster serves {model.name!r}", field="model")
+    if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
+        raise InvalidArgument("must be 1 to 64 of A-Z a-z 0-9 _ . -", field="request_id")
+    if request.HasField("constraint"):
+        raise Unimplemented("constraint", "constrained output is not implemented here; leave it unset")
+    if request.resume:
+        raise Unimplemented("resume", "resuming a lost stream is not implemented here; send the request anew")
+    if request.HasField("timeout_ms") and request.timeout_ms == 0:
+        raise InvalidArgument("must be above 0", field="timeout_ms")
+    if abs(request.priority) > MAX_PRIORITY:
+        raise InvalidArgument(f"must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}", field="priority")
+    if request.traffic_class not in common_pb2.TrafficClass.values():
+        raise InvalidArgument(f"{request.traffic_class} is no traffic class", field="traffic_class")
+    if len(request.snapshot_at) > limits.max_snapshots:
+        message = f"{len(request.snapshot_at)} positions; at most {limits.max_snapshots} are taken"
+        raise InvalidArgument(message, field="snapshot_at")
+    prompt = tokenize(request.prompt, model, limits)
+    wanted_ms = request.timeout_ms if request.HasField("timeout_ms") else limits.timeout_seconds * 1000
+    return Prepared(
+        request_id=request.request_id or new_request_id(),
+        token_ids=prompt.token_ids,
+        images=prompt.images,
+        sampling=_sampling(request.sampling, model, limits),
+        stop=_stop(request.stop, model, limits),
+        traffic_class=request.traffic_class or traffic_class,
+        priority=request.priority,
+        timeout_s=min(wanted_ms / 1000, limits.timeout_seconds),
+        snapshot_at=tuple(sorted(set(request.snapshot_at))),
+        report=request.report,
+        system_tokens=prompt.system_tokens,
+    )
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """A prompt as the model gets it, images not yet expanded."""
+
+    token_ids: tuple[int, ...]
+    images: tuple[inference_pb2.Image, ...] = ()
+    system_tokens: int = 0
+
+
+def tokenize(prompt: inference_pb2.Prompt, model: ServedModel, limits: RequestSection) -> Tokenized:
+    """Prompt ids with one placeholder per image, and the images. The same for Generate and CountTokens."""
+    form = prompt.WhichOneof("form")
+    system_tokens = 0
+    if form is None:
+        raise InvalidArgument("give text, chat or tokens", field="prompt")
+    if form == "tokens":
+        ids, images, field = tuple(prompt.tokens.token_ids), tuple(prompt.tokens.images), "prompt.tokens"
+    elif model.text is None:
+        raise InvalidArgument("this model has no tokenizer; send prompt.tokens", field=f"prompt.{form}")
+    elif form == "text":
+        _check_text([prompt.text.text], model, limits, "prompt.text.text")
+        ids, images = tuple(model.text.tokenizer.encode_trusted(prompt.text.text)), tuple(prompt.text.images)
+        field = "prompt.text"
+    else:
+        rendered = _chat(prompt.chat, model, limits)
+        ids, images, system_tokens = rendered.token_ids, rendered.images, rendered.system_tokens
+        field = "prompt.chat"
+    if not ids:
+        raise InvalidArgument("the prompt has no tokens; send at least one", field=field)
+    if len(ids) >= model.context_tokens:
+        raise InvalidArgument(f"{len(ids)} tokens; the model takes at most {model.context_tokens - 1}", field=field)
+    bad = next((token for token in ids if token >= model.vocab_size), None)
+    if bad is not None:
+        raise InvalidArgument(
+            f"token {bad} is outside the vocabulary of {model.vocab_size}", field=f"{field}.token_ids"
+        )
+    _check_images(ids, images, model, limits, field)
+    return Tokenized(ids, images, system_tokens)
+
+
+def _check_images(
+    ids: Sequence[int],
+    images: Sequence[inference_pb2.Image],
+    model: ServedModel,
+    limits: RequestSection,
+    field: str,
+) -> None:
+    if images and model.image_token_id is None:
+        raise InvalidArgument("this model takes no images", field=f"{field}.images")
+    if len(images) > limits.max_images:
+        raise InvalidArgument(f"{len(images)} images; at most {limits.max_images} are taken", field=f"{field}.images")
+    places = 0 if model.image_token_id is None else sum(token == model.image_token_id for token in ids)
+    if places != len(images):
+        raise InvalidArgument(f"{places} image placeholders but {len(images)} images", field=f"{field}.images")
+    for index, image in enumerate(images):
+        if image.WhichOneof("source") == "url":
+            raise Unimplemented(f"{field}.images[{index}].url", "images by address are not fetched; send their data")
+        if not image.data:
+            raise InvalidArgument("the image has no data", field=f"{field}.images[{index}].data")
+
+
+def _check_text(texts: Sequence[str], model: ServedModel, limits: RequestSection, field: str) -> None:
+    """Refuse what cannot fit before the tokenizer spends seconds on it."""
+    assert model.text is not None
+    size = sum(len(text.encode()) for text in texts)
+    if size > limits.max_text_bytes:
+        raise InvalidArgument(f"{size} bytes of text; at most {limits.max_text_bytes} are taken", field=field)
+    least = size // model.text.tokenizer.longest_token
+    if least >= model.context_tokens:
+        raise InvalidArgument(
+            f"{size} bytes are at least {least} tokens; the model takes at most {model.context_tokens - 1}", field=field
+        )
+
+
+def _chat(chat: inference_pb2.ChatPrompt, model: ServedModel, limits: RequestSection) -> Tokenized:
+    assert model.text is not None
+    if model.text.chat is None:
+        raise InvalidArgument("this model has no chat template; send prompt.text or prompt.tokens", field="prompt.chat")
+    for name in ("tools", "reasoning_effort", "continue_final_message"):
+        if getattr(chat, name):
+            raise Unimplemented(f"prompt.chat.{name}")
+    if not chat.messages:
+        raise InvalidArgument("a chat needs at least one message", field="prompt.chat.messages")
+    messages: list[ChatMessage] = []
+    images: list[inference_pb2.Image] = []
+    for index, message in enumerate(chat.messages):
+        field = f"prompt.chat.messages[{index}]"
+        for name in ("name", "tool_calls", "tool_call_id", "reasoning"):
+            if getattr(message, name):
+                raise Unimplemented(f"{field}.{name}")
+        if message.role == inference_pb2.CHAT_ROLE_DEVELOPER:
+            raise Unimplemented(f"{field}.role", "the developer role is not implemented; use system")
+        if message.role not in _CHAT_ROLES:
+            raise InvalidArgument(f"role {message.role} is unknown", field=f"{field}.role")
+        parts: list[str | ImagePart] = []
+        for place, part in enumerate(message.content):
+            kind = part.WhichOneof("part")
+            if kind is None:
+                raise InvalidArgument("a part holds text or an image", field=f"{field}.content[{place}]")
+            if kind == "image":
+                images.append(part.image)
+            parts.append(part.text if kind == "text" else ImagePart())
+        messages.append(ChatMessage(_CHAT_ROLES[message.role], tuple(parts)))
+    texts = [part for message in messages for part in message.parts if isinstance(part, str)]
+    _check_text(texts, model, limits, "prompt.chat.messages")
+    thinking = chat.thinking if chat.HasField("thinking") else limits.thinking
+    try:
+        encoded = model.text.chat.encode(messages, thinking=thinking)
+    except TextError as error:
+        raise InvalidArgument(str(error), field="prompt.chat") from error
+    prefix = model.system_prefix
+    system = 0 if prefix is None else prefix.tokens(messages, encoded.token_ids, thinking=thinking)
+    return Tokenized(encoded.token_ids, tuple(images), system)
+
+
+def sampling_params(wire: common_pb2.SamplingParams) -> SamplingParams:
+    """The engine's form, absent fields at their defaults. Raises InvalidArgument for a value out of range."""
+    default = SamplingParams()
+
+    def given(name: str) -> float:
+        return float(getattr(wire, name)) if wire.HasField(name) else float(getattr(default, name))  # type: ignore[arg-type]
+
+    try:
+        return SamplingParams(
+            temperature=given("temperature"),
+            top_p=given("top_p"),
+            top_k=int(given("top_k")),
+            min_p=given("min_p"),
+            presence_penalty=given("presence_penalty"),
+            frequency_penalty=given("frequency_penalty"),
+            repetition_penalty=given("repetition_penalty"),
+            logit_bias=tuple((bias.token_id, bias.bias) for bias in wire.logit_bias),
+            logprobs=wire.logprobs if wire.HasField("logprobs") else None,
+        )
+    except EngineError as error:
+        raise _named(error) from error
+
+
+def _named(error: EngineError) -> InvalidArgument:
+    """The engine's refusal, whose text begins with the field's path."""
+    return InvalidArgument(error.message, field=error.message.partition(" ")[0])
+
+
+def _sampling(wire: common_pb2.SamplingParams, model: ServedModel, limits: RequestSection) -> common_pb2.SamplingParams:
+    n = wire.n if wire.HasField("n") else 1
+    if not 1 <= n <= limits.max_n:
+        raise InvalidArgument(f"{n} choices; 1 to {limits.max_n} are allowed", field="sampling.n")
+    params = sampling_params(wire)
+    try:
+        params.check_vocabulary(model.vocab_size)
+    except EngineError as error:
+        raise _named(error) from error
+    return common_pb2.SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=wire.logit_bias,
+        seed=wire.seed if wire.HasField("seed") else secrets.randbits(64),
+        n=n,
+        logprobs=params.logprobs,
+    )
+
+
+def _stop(wire: common_pb2.StopParams, model: ServedModel, limits: RequestSection) -> common_pb2.StopParams:
+    if wire.HasField("max_tokens") and not 1 <= wire.max_tokens <= limits.max_tokens:
+        raise InvalidArgument(f"{wire.max_tokens}; 1 to {limits.max_tokens} are allowed", field="stop.max_tokens")
+    most = wire.max_tokens if wire.HasField("max_tokens") else limits.max_tokens
+    if wire.min_tokens > most:
+        raise InvalidArgument(f"{wire.min_tokens} exceeds max_tokens {most}", field="stop.min_tokens")
+    for field, given in (("stop.stop", len(wire.stop)), ("stop.stop_token_ids", len(wire.stop_token_ids))):
+        if given > limits.max_stops:
+            raise InvalidArgument(f"{given} given; at most {limits.max_stops} are taken", field=field)
+    if wire.stop and model.text is None:
+        raise InvalidArgument("stop strings need a tokenizer; use stop_token_ids", field="stop.stop")
+    for index, stop in enumerate(wire.stop):
+        if not 1 <= len(stop) <= limits.max_stop_characters:
+            message = f"{len(stop)} characters; 1 to {limits.max_stop_characters} are taken"
+            raise InvalidArgument(message, field=f"stop.stop[{index}]")
+    for index, token in enumerate(wire.stop_token_ids):
+        if token >= model.vocab_size:
+            message = f"token {token} is outside the vocabulary of {model.vocab_size}"
+            raise InvalidArgument(message, field=f"stop.stop_token_ids[{index}]")
+    checked = common_pb2.StopParams()
+    checked.CopyFrom(wire)
+    return checked

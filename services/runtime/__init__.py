@@ -1,0 +1,1 @@
+"""What every process shares: settings, logs, metrics, health, errors, lifecycle, registry."""

@@ -1,0 +1,66 @@
+"""Liveness and readiness (L18) behind the standard gRPC health service.
+
+The service name '' is liveness: SERVING while the process can answer. The name 'ready' is readiness: SERVING only
+after a canary request went through what the process serves, and no longer once it drains or degrades.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from grpc_health.v1 import health, health_pb2
+
+from headrace.services.runtime import logs
+
+LIVE: Final = ""
+READY: Final = "ready"
+
+_log = logs.get(__name__)
+
+
+class Health:
+    """The health of one process; `servicer` is added to its gRPC server."""
+
+    def __init__(self) -> None:
+        self.servicer = health.aio.HealthServicer()
+        self._ready = False
+        self._ended = False
+        self.reason = "the canary has not run"
+        """Why the process is not ready; empty when it is."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether new work is welcome."""
+        return self._ready
+
+    async def start(self) -> None:
+        """Publish 'not ready', so that probes get an answer instead of NOT_FOUND."""
+        await self.servicer.set(READY, health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    async def become_ready(self, canary: Callable[[], Awaitable[None]]) -> None:
+        """Run `canary` and be ready if it returns; what it raises is raised on and readiness stays off.
+
+        This is the only way to readiness (L18). After `end` it has no effect.
+        """
+        await canary()
+        if self._ended:
+            return
+        self._ready = True
+        self.reason = ""
+        await self.servicer.set(READY, health_pb2.HealthCheckResponse.SERVING)
+        _log.info("ready")
+
+    async def unready(self, reason: str) -> None:
+        """Take no new work for now, e.g. as too much landing memory is in quarantine."""
+        self._ready = False
+        self.reason = reason
+        await self.servicer.set(READY, health_pb2.HealthCheckResponse.NOT_SERVING)
+        _log.warning("not ready", reason=reason)
+
+    async def end(self) -> None:
+        """Not ready for good: the process drains. Liveness stays on until the server closes."""
+        self._ended = True
+        self._ready = False
+        self.reason = "draining"
+        await self.servicer.set(READY, health_pb2.HealthCheckResponse.NOT_SERVING)

@@ -1,0 +1,1 @@
+"""Membership: one interface, embedded and etcd implementations."""

@@ -1,0 +1,85 @@
+"""From a worker's settings to a loaded model, its pool and an engine: the slow part of a start, off the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.engine.core import Engine
+from headrace.engine.fingerprint import model_fingerprint
+from headrace.engine.loading import folder_dtype, load_model, read_config
+from headrace.engine.model import Model
+from headrace.engine.offline import make_pool
+from headrace.engine.roles import Role
+from headrace.engine.text.tokenizer import Tokenizer
+from headrace.kvcache.pool import KVPool
+from headrace.kvcache.tier.types import TierSink
+from headrace.kvcache.transfer.regions import MemoryRegion
+from headrace.services.runtime.clock import Clock
+from headrace.services.runtime.registry.base import Capacity
+from headrace.services.worker.settings import WorkerSettings
+from headrace.services.worker.spec_wire import ModelFacts
+
+ROWS = "rows"
+SLOTS = "slots"
+"""Names under which a pool's memory is registered for sending."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model, what it is, and the pool for it."""
+
+    model: Model
+    tokenizer: Tokenizer | None
+    pool: KVPool
+    facts: ModelFacts
+
+    def engine(
+        self, settings: WorkerSettings, role: Callable[[Engine], Role], clock: Clock, tier: TierSink | None = None
+    ) -> Engine:
+        """An engine of this role over the pool; `tier` takes what it computes."""
+        return Engine(
+            self.model, self.pool, settings.engine, role, clock=clock.monotonic, tokenizer=self.tokenizer, tier=tier
+        )
+
+    def source_regions(self) -> tuple[MemoryRegion, ...]:
+        """The pool's memory as peers are sent from it; nobody may write there (L7)."""
+        regions = [MemoryRegion(ROWS, self.pool.rows)]
+        if self.pool.layout.slot_bytes:
+            regions.append(MemoryRegion(SLOTS, self.pool.slots))
+        return tuple(regions)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Bytes of one token alone; empty without a tokenizer."""
+        return b"" if self.tokenizer is None else self.tokenizer.token_bytes(token)
+
+    def capacity(self, settings: WorkerSettings) -> Capacity:
+        """For the registry."""
+        pool = self.pool
+        return Capacity(
+            rows=pool.row_region.capacity,
+            slots=settings.engine.max_sequences,
+            snapshots=pool.snapshot_region.capacity,
+            block_tokens=pool.layout.block_tokens,
+            queue_requests=settings.engine.max_waiting,
+            context_tokens=self.model.context_tokens,
+        )
+
+
+def load(settings: WorkerSettings, folder: Path) -> LoadedModel:
+    """Load everything. Takes seconds for big models; called on a thread. Raises ModelError, TooLittleMemory."""
+    engine = settings.engine
+    model = load_model(folder, settings.load)
+    tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
+    identity = settings.load.numeric_identity(folder_dtype(read_config(folder)))
+    layout = model.layout
+    facts = ModelFacts(
+        name=settings.model.name,
+        model_fp=model_fingerprint(folder, identity),
+        layout_fp=layout.fingerprint,
+        row_fp=layout.row_fingerprint,
+        replay=engine.replay,
+        bounded_replay=layout.has_snapshots,
+    )
+    return LoadedModel(model, tokenizer, make_pool(model, engine), facts)

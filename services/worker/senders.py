@@ -1,0 +1,88 @@
+"""Whose writes may still land here, and when a sender is known to be dead (L6).
+
+A member that left the registry may be a stopped process, and a stopped process is alive: its posted write lands when
+it continues (spec/protocol.md). So its departure only makes it a suspect. What its transfers may write stays in
+quarantine until the kernel of this host says that the process is gone; of another host's process nothing is known
+here, and its rows wait for its notice or for a rebuilt landing region.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+
+from google.protobuf.message import DecodeError
+
+from headrace.kvcache.transfer.peers import Liveness, ProcessIdentity
+from headrace.kvcache.transfer.wire import MalformedBytes, decode_envelope
+from headrace.services.runtime import logs
+from headrace.services.runtime.ids import short
+from headrace.services.runtime.registry.base import Registry, Removed, Replica, Role
+from headrace.v1 import common_pb2
+
+_log = logs.get(__name__)
+POLL_S = 0.1
+"""How often the kernel is asked about suspects, on a clock of its own (L9)."""
+
+
+class SenderWatch:
+    """Follows members of one role and tells when one of them is dead. Two background tasks of a process."""
+
+    def __init__(self, role: Role, on_dead: Callable[[str], Awaitable[None]]) -> None:
+        """`on_dead` gets the incarnation, once, on evidence."""
+        self._role = role
+        self._on_dead = on_dead
+        self._processes: dict[str, tuple[ProcessIdentity, ...]] = {}
+        self._suspects: dict[str, tuple[ProcessIdentity, ...]] = {}
+        self._suspected = asyncio.Event()
+
+    @property
+    def suspects(self) -> int:
+        """Former members that are not known to be dead."""
+        return len(self._suspects)
+
+    async def follow(self, registry: Registry) -> None:
+        """Keep up with the registry, for ever."""
+        async for event in registry.watch(frozenset({self._role})):
+            replica = event.replica
+            if not isinstance(event, Removed):
+                found = tuple(_processes(rank.agent for rank in replica.ranks))
+                self._processes[replica.incarnation] = found
+                self._suspects.pop(replica.incarnation, None)
+                continue
+            self._suspect(replica)
+
+    def _suspect(self, replica: Replica) -> None:
+        processes = self._processes.pop(replica.incarnation, ())
+        if processes:
+            self._suspects[replica.incarnation] = processes
+            self._suspected.set()
+            _log.info("a sender left the registry", replica=replica.id, incarnation=short(replica.incarnation))
+
+    async def examine(self) -> None:
+        """Ask the kernel about suspects until they are dead, for ever."""
+        while True:
+            await self._suspected.wait()
+            for incarnation, processes in tuple(self._suspects.items()):
+                found = {process.liveness() for process in processes}
+                if Liveness.UNKNOWN in found:
+                    del self._suspects[incarnation]
+                    _log.warning("nothing is known of a sender's death: another host", incarnation=short(incarnation))
+                elif found == {Liveness.DEAD}:
+                    del self._suspects[incarnation]
+                    _log.info("a sender is dead", incarnation=short(incarnation))
+                    await self._on_dead(incarnation)
+            if self._suspects:
+                await asyncio.sleep(POLL_S)
+            else:
+                self._suspected.clear()
+
+
+def _processes(agents: Iterable[bytes]) -> Iterable[ProcessIdentity]:
+    for serialised in agents:
+        try:
+            agent = common_pb2.TransferAgent.FromString(serialised)
+            yield decode_envelope(agent.agent_metadata).process
+        except (DecodeError, MalformedBytes) as error:
+            # L13: without an identity there is never evidence of death; its rows wait for a notice.
+            _log.warning("a member's transfer agent cannot be read", error=str(error))

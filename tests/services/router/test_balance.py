@@ -1,0 +1,155 @@
+"""Balancers in the service: what is learnt from reports, and how an attempt goes down its list."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace.router.balancers.base import Pair, Prediction
+from headrace.router.cost.loading import Source
+from headrace.router.fleet import Amount, Fleet
+from headrace.router.index.base import PrefixMatch, no_match
+from headrace.router.topology import Role
+from headrace.services.router import attempt as attempts_module
+from headrace.services.router.attempt import Attempts
+from headrace.services.router.balance import Balance
+from headrace.services.router.settings import BalanceSection
+from headrace.services.runtime.clock import SystemClock
+from headrace.services.runtime.errors import InvalidArgument, NeverFits, ResourceExhausted, Unavailable
+from headrace.v1 import common_pb2, prefill_pb2
+from tests.router.balancers.fleets import decodes, fleet_of, prefills, request
+
+
+def report(step: int, seconds: float, tokens: int, requests: int = 1, context: int = 0) -> common_pb2.LoadReport:
+    return common_pb2.LoadReport(
+        step=step,
+        step_us=round(seconds * 1e6),
+        step_requests=requests,
+        step_tokens=tokens,
+        step_context_tokens=context,
+        step_pairs=tokens * context + tokens * tokens // 2,
+    )
+
+
+def test_costs_follow_what_steps_took() -> None:
+    """2 ms a prompt token, and decode steps of 80 ms: what a small model on a CPU takes."""
+    fleet = fleet_of(*prefills(1), *decodes(1))
+    balance = Balance(fleet, BalanceSection())
+    prefill, decode = fleet.candidates(Role.PREFILL)[0].id, fleet.candidates(Role.DECODE)[0].id
+    for step in range(1, 60):
+        tokens = 100 + 37 * step % 400
+        balance.learn(prefill, report(step, 0.002 * tokens, tokens), float(step))
+        balance.learn(decode, report(step, 0.080, 4, 4, 4000), float(step))
+        balance.learn(decode, report(step, 9.0, 4, 4, 4000), float(step))
+        balance.learn(decode, report(1000 + step, 9.0, 900, 4, 4000) if step == 59 else report(0, 1, 1), float(step))
+    assert float(balance.prefill_cost.work(1000, 0)) == pytest.approx(2.0, rel=0.3)
+    assert float(balance.decode_cost.step(4, 4004)) == pytest.approx(0.080, rel=0.15)
+    assert set(balance.slowness(60.0)) == {("p000", "0"), ("ddc000", "0")}
+    expected = Prediction(100, 28, 50, 0.1, 0.01, 0.2, shared_tokens=20)
+    done = prefill_pb2.PrefillReport(cached_tokens=100, loaded_tokens=28, computed_tokens=50, load_us=20_000)
+    before = balance.rates.rate(Source.SHARED), balance.rates.rate(Source.HOST)
+    worked = balance.worked(expected, done)
+    assert balance.rates.rate(Source.SHARED) < before[0], "28 tokens in 20 ms"
+    assert balance.rates.rate(Source.HOST) == before[1]
+    assert (worked.tokens, worked.hit_tokens) == (50, 128)
+    number = fleet.forget(prefill)
+    assert number is not None
+    balance.forget(prefill, number)
+    balance.learn(prefill, report(99, 1.0, 10), 99.0)
+
+
+class _NoPrefixes:
+    """Nothing is known of any prompt."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    async def match(self, *_: object) -> PrefixMatch:
+        return no_match(self._fleet.numbers.size)
+
+
+def attempts(refusing: set[str], error: Exception, count: int = 4) -> tuple[Any, list[str], Any]:
+    """Attempts at a cluster of which some decode replicas refuse; the names asked, in order."""
+    fleet = fleet_of(*prefills(2), *decodes(count))
+    balance = Balance(fleet, BalanceSection())
+    workers: Any = SimpleNamespace(fleet=fleet, balance=balance)
+    maker = Attempts(workers, balance.pairs, balance.conditional, _NoPrefixes(fleet), SystemClock(), 1.0)  # type: ignore[arg-type]
+    asked: list[str] = []
+
+    async def reserve_at(pair: Pair, *_: object) -> Pair:
+        asked.append(pair.decode.id.replica_id)
+        if pair.decode.id.replica_id in refusing:
+            raise error
+        return pair
+
+    maker._reserve_at = reserve_at  # type: ignore[method-assign, assignment]
+    return maker, asked, fleet
+
+
+PLACED: Any = SimpleNamespace(routing=request())
+
+
+async def test_select_is_reserve_down_the_list() -> None:
+    """L23: whoever refuses is not asked again, the next one is."""
+    full = ResourceExhausted("full", retry_after_s=1.0)
+    maker, asked, fleet = attempts({"ddc000", "ddc002"}, full)
+    pair = await maker.reserve(PLACED, 1, 1e9)
+    assert pair.decode.id.replica_id == asked[-1]
+    assert asked[-1] in ("ddc001", "ddc003")
+    assert len(set(asked)) == len(asked)
+    maker, asked, _ = attempts({f"ddc{index:03}" for index in range(4)}, full)
+    with pytest.raises(ResourceExhausted):
+        await maker.reserve(PLACED, 1, 1e9)
+    assert sorted(asked) == [f"ddc{index:03}" for index in range(4)]
+    assert fleet.idle
+
+
+async def test_refusals_are_bounded() -> None:
+    """L6, L12: a cluster that is full is not asked through; the request waits for news instead."""
+    everybody = {f"ddc{index:03}" for index in range(100)}
+    maker, asked, _ = attempts(everybody, ResourceExhausted("full", retry_after_s=1.0), 100)
+    with pytest.raises(ResourceExhausted):
+        await maker.reserve(PLACED, 1, 1e9)
+    assert len(asked) == attempts_module.MOST_REFUSALS
+
+
+async def test_a_retry_avoids_what_failed_and_still_uses_it_last() -> None:
+    """L16: the next attempt goes elsewhere; where there is nobody else, it goes there again."""
+    maker, _, fleet = attempts(set(), Unavailable("x"), 2)
+    failed = {fleet.candidates(Role.DECODE)[0].id, fleet.candidates(Role.PREFILL)[1].id}
+    pair = await maker.reserve(PLACED, 2, 1e9, failed)
+    assert (pair.prefill.id.replica_id, pair.decode.id.replica_id) == ("p000", "ddc001")
+    everyone = {rank.id for role in (Role.PREFILL, Role.DECODE) for rank in fleet.candidates(role)}
+    assert await maker.reserve(PLACED, 3, 1e9, everyone)
+
+
+async def test_what_no_other_replica_could_do_better_is_raised_at_once() -> None:
+    maker, asked, _ = attempts({f"ddc{index:03}" for index in range(4)}, InvalidArgument("bad"))
+    with pytest.raises(InvalidArgument):
+        await maker.reserve(PLACED, 1, 1e9)
+    assert len(asked) == 1
+    maker, asked, _ = attempts(set(), Unavailable("x"))
+    too_long: Any = SimpleNamespace(routing=request(10**9))
+    with pytest.raises(NeverFits):
+        await maker.reserve(too_long, 1, 1e9)
+    assert asked == []
+
+
+def test_a_pair_counts_from_its_choice_and_a_refusal_gives_it_back() -> None:
+    """L22, L10: between choosing and the answer a second request sees the first."""
+    maker, _, fleet = attempts(set(), Unavailable("x"))
+    balance = maker._workers.balance
+    chosen, now = [], maker._clock.monotonic()
+    for index in range(4):
+        pair = next(balance.pairs.order(request(affinity=b"x", deadline=now + 60), no_match(fleet.numbers.size), now))
+        maker._begin(pair, PLACED, common_pb2.AttemptId(request_id=str(index), attempt=1), now)
+        chosen.append(pair)
+    assert len({pair.decode for pair in chosen}) == 4
+    assert len({pair.prefill for pair in chosen}) == 2
+    assigned = fleet.loads(Role.PREFILL, now).assigned.sum()
+    for index, pair in enumerate(chosen):
+        maker._end(pair, common_pb2.AttemptId(request_id=str(index), attempt=1), Amount())
+    assert fleet.idle
+    assert fleet.loads(Role.PREFILL, now).assigned.sum() < 0.01 * assigned
