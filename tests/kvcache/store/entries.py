@@ -22,9 +22,25 @@ def key_of(*parts: object) -> Key:
     return hashlib.sha256(repr(parts).encode()).digest()
 
 
-def payload_of(key: Key, length: int) -> bytes:
+class Payload(bytes):
+    """Bytes that a failed assertion shows by their key, length and digest: thousands of lists of payloads are compared,
+    and megabytes of differing bytes would hide which test it was. Equal to any bytes of the same content."""
+
+    key: Key
+
+    @classmethod
+    def of(cls, key: Key, content: bytes | memoryview) -> Payload:
+        payload = cls(content)
+        payload.key = key
+        return payload
+
+    def __repr__(self) -> str:
+        return f"<{self.key.hex()[:8]}: {len(self):,} B, xxh3 {payload_digest(self).hex()[:8]}>"
+
+
+def payload_of(key: Key, length: int) -> Payload:
     """Bytes that only this key has."""
-    return random.Random(key).randbytes(length)
+    return Payload.of(key, random.Random(key).randbytes(length))
 
 
 def block(
@@ -86,12 +102,12 @@ def soon(seconds: float = 20.0) -> float:
     return time.monotonic() + seconds
 
 
-def consume(results: Sequence[GetResult]) -> list[bytes | Miss]:
-    """Payloads and misses; every buffer is given back."""
-    out: list[bytes | Miss] = []
+def consume(results: Sequence[GetResult]) -> list[Payload | Miss]:
+    """Payloads under the keys that came with them, and misses; every buffer is given back."""
+    out: list[Payload | Miss] = []
     for result in results:
         if isinstance(result, Loaded):
-            out.append(bytes(result.payload))
+            out.append(Payload.of(result.info.key, result.payload))
             result.release()
         else:
             out.append(result)

@@ -30,9 +30,11 @@ from tests.kvcache.store.entries import (
     OTHER_TENANT,
     TENANT,
     FakeWall,
+    Payload,
     block,
     consume,
     keys,
+    payload_of,
     prefix,
     soon,
 )
@@ -264,7 +266,7 @@ def test_what_the_index_missed_is_told_later(files: PosixFileLayer) -> None:
 
 
 @pytest.fixture
-def dead(files: PosixFileLayer) -> tuple[DictIndex, list[Key], list[bytes]]:
+def dead(files: PosixFileLayer) -> tuple[DictIndex, list[Key], list[Payload]]:
     """A store whose process died with open segments, and an index that has lost its last rows."""
     index = DictIndex()
     entries = prefix("a", 20, length=30_000, snapshot=0)
@@ -273,11 +275,11 @@ def dead(files: PosixFileLayer) -> tuple[DictIndex, list[Key], list[bytes]]:
     abandon(store)
     rows = [row for row in index.get_many(keys(entries), soon()) if row is not None]
     index.remove_many(rows[-3:], soon())
-    return index, keys(entries), [bytes(entry.payload) for entry in entries]
+    return index, keys(entries), [payload_of(entry.info.key, 30_000) for entry in entries]
 
 
 def test_a_dead_writers_segments_are_adopted(
-    files: PosixFileLayer, dead: tuple[DictIndex, list[Key], list[bytes]]
+    files: PosixFileLayer, dead: tuple[DictIndex, list[Key], list[Payload]]
 ) -> None:
     """Sealed, cut to size, and in the index again; its lock file goes last."""
     index, all_keys, payloads = dead
@@ -296,7 +298,7 @@ def test_a_dead_writers_segments_are_adopted(
 
 
 def test_a_writer_that_is_said_to_live_is_left_alone(
-    files: PosixFileLayer, dead: tuple[DictIndex, list[Key], list[bytes]]
+    files: PosixFileLayer, dead: tuple[DictIndex, list[Key], list[Payload]]
 ) -> None:
     """L8: by evidence. A lock that can be taken says nothing where a registry knows that its holder lives."""
     index, all_keys, payloads = dead
@@ -430,7 +432,7 @@ def test_a_closed_store_answers_at_once(files: PosixFileLayer) -> None:
     store = SegmentStore(files, DictIndex(), small())
     entries = prefix("a", 4)
     durable(store, entries)
-    answers: list[list[bytes | Miss]] = []
+    answers: list[list[Payload | Miss]] = []
     first = threading.Event()
 
     def read_on() -> None:

@@ -14,7 +14,7 @@ from headrace.kvcache.store.open import StoreSettings, open_store
 from headrace.kvcache.store.threefs.locks import FOLDER, Holder, HostLocks
 from headrace.kvcache.store.threefs.names import Names
 from tests.kvcache.store.contract import durable
-from tests.kvcache.store.entries import consume, keys, prefix, soon
+from tests.kvcache.store.entries import Payload, consume, keys, prefix, soon
 from tests.kvcache.store.threefs.test_ring import wait_for
 from tests.kvcache.store.threefs.usrbio_double import Double, descriptors
 
@@ -76,11 +76,11 @@ def test_a_store_outlives_its_mount(double: Double, mount: Path, tmp_path: Path)
     durable(store, list(old))
     assert consume(store.get_many(keys(old), soon())) == [entry.payload for entry in old]
 
-    def read() -> list[bytes | Miss]:
+    def read() -> list[Payload | Miss]:
         return consume(store.get_many(keys(old), time.monotonic() + 0.05))
 
     double.set(mounted=0)
-    seen: set[bytes | Miss] = set()
+    seen: set[Payload | Miss] = set()
     while Miss.NOT_CONNECTED not in seen:
         seen |= set(read())
     assert seen <= {Miss.TIMEOUT, Miss.NOT_CONNECTED}
