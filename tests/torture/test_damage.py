@@ -97,9 +97,11 @@ def check(directory: Path, damage: Damage, what: str) -> None:
         shown = {damage.done[key] for key in came & damage.done.keys()}
         assert not shown, f"{what}: records came that are {shown}"
         whole = set(keys) - damage.done.keys()
-        assert whole == came, f"{what}: whole records are lost: {numbers(whole - came, RECORDS)}"
+        lost = whole - came
+        assert not lost, f"{what}: whole records are lost: {numbers(lost, RECORDS)}"
         again, _ = read(store, keys)
-        assert again == came, f"{what}: what is stored is not what it was a moment ago"
+        other = again ^ came
+        assert not other, f"{what}: not what it was a moment ago: {numbers(other, RECORDS)}"
     finally:
         store.close()
 

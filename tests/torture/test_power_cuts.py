@@ -117,9 +117,11 @@ def check(disk: PowerDisk, index: PowerIndex, wall: Wall, promises: Promises, wr
         assert not back, f"erased and there again: {numbers(back, written)}"
         tally.add("power cuts", read_back=len(came), misses=misses)
         scanned = {found.info.key for found in store.scan()}
-        assert promises.sure <= scanned
-        assert promises.erased.isdisjoint(scanned)
-        report = store.verify()
-        assert {key for key, _ in report.bad}.isdisjoint(promises.sure)
+        unlisted = promises.sure - scanned
+        assert not unlisted, f"acknowledged and not listed: {numbers(unlisted, written)}"
+        listed = promises.erased & scanned
+        assert not listed, f"erased and listed: {numbers(listed, written)}"
+        bad = {key for key, _ in store.verify().bad} & promises.sure
+        assert not bad, f"acknowledged and spoiled: {numbers(bad, written)}"
     finally:
         store.close()
