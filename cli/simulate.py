@@ -30,7 +30,12 @@ BARS_UNIT = "64+64"
 DEFAULT_LOAD = 0.85
 QUICK_S = 30.0
 QUICK_POLICIES = (OURS, "round_robin")
-GUESS = {"prefill": 90, "decode": 96, "joint": 90}
+GUESSES = {
+    "prefill": {OURS: 93, "lambda_1": 89, "dynamo": 88, "sticky": 85, "least_loaded": 84, "round_robin": 78},
+    "decode": {OURS: 98, "dynamo": 84, "least_loaded": 96, "round_robin": 88},
+    "joint": {OURS: 92, "lambda_1": 88, "dynamo": 84, "sticky": 85, "least_loaded": 84, "round_robin": 78},
+}
+"""Where searches begin, in steps. A wrong guess costs runs and changes no score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +188,7 @@ def _scores(options: SimulateOptions, cluster: Cluster, trace: Path) -> report.D
     policies = options.policies or (QUICK_POLICIES if options.quick else tuple(POLICIES))
     modes = _modes(options, cluster)
     cells = [
-        Cell(mode, policy, one_side(cluster, mode), search(seeds, GUESS[mode]))
+        Cell(mode, policy, one_side(cluster, mode), search(seeds, GUESSES[mode].get(policy, 85)))
         for mode in sorted(modes, key=lambda mode: mode != "joint")  # the long ones first
         for policy in policies
         if mode != "decode" or SAME_DECODE.get(policy) not in policies

@@ -15,6 +15,7 @@ from headrace.cli.simulate_search import Cell
 from headrace.router.simulate import plots
 from headrace.router.simulate.policies import OURS
 from headrace.router.simulate.run import Outcome, Times
+from headrace.router.simulate.score import STEP
 from headrace.router.simulate.workload import TraceColumns
 
 Document = dict[str, Any]
@@ -38,12 +39,18 @@ def scored(
         for policy, cell in cells.items():
             score, final = cell.score, cell.final
             assert score is not None
-            scores[mode][policy] = {"score": score.load, "by_seed": {str(k): v / 100 for k, v in score.by_seed.items()}}
+            scores[mode][policy] = {
+                "score": score.load,
+                "by_seed": {str(k): round(v * STEP, 2) for k, v in score.by_seed.items()},
+            }
             if final is not None:
                 scores[mode][policy] |= _outcome(final)
-                problems += [f"{mode} {policy}: {problem}" for problem in final.problems]
                 offline.setdefault(mode, _bound(final))
-            scores[mode][policy]["runs"] = len(score.trials)
+            scores[mode][policy]["trials"] = [
+                {"load": round(trial.steps * STEP, 2), "seed": trial.seed, "passed": trial.passed}
+                for trial in score.trials
+            ]
+            problems += cell.problems
     reached = {mode: scores[mode][OURS]["score"] for mode in bars if mode in scores and OURS in scores[mode]}
     return {
         "command": "simulate",

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.progress import Progress
@@ -20,45 +20,70 @@ from headrace.router.simulate.spec import Cluster
 
 @dataclass(eq=False)
 class Cell:
-    """The search of one policy in one mode, and its last run: at the score, drained to the end."""
+    """The search of one policy in one mode."""
 
     mode: str
     policy: str
     cluster: Cluster
     searching: Search
     asked: tuple[int, int] | None = None
+    """Load in steps, and seed."""
     score: Score | None = None
-    final: Outcome | None = None
+    passes: dict[tuple[int, int], Outcome] = field(default_factory=dict)
+    """Runs that have passed, each to its last request, by load in steps and seed."""
 
-    def job(self, trace: Path, times: Times) -> Job | None:
-        """What has to be run next; None: nothing any more."""
-        if self.score is None and self.asked is not None:
-            steps, seed = self.asked
-            return Job(trace, self.cluster, self.policy, steps * STEP, seed, times, give_up=True)
-        if self.score is not None and self.final is None and self.score.steps:
-            seed = min(self.score.by_seed, key=lambda one: (self.score.by_seed[one], one) if self.score else (0, 0))
-            return Job(trace, self.cluster, self.policy, self.score.load, seed, times, drain=True)
-        return None
+    @property
+    def final(self) -> Outcome | None:
+        """The run at the score of the first seed that goes no further; None: nothing passes."""
+        if self.score is None:
+            return None
+        steps = self.score.steps
+        return next((self.passes[steps, seed] for seed, most in self.score.by_seed.items() if most == steps > 0), None)
+
+    @property
+    def problems(self) -> list[str]:
+        """Of the books, in any run that passed."""
+        return [
+            f"{self.mode} {self.policy} at {steps * STEP:.2f}, seed {seed}: {problem}"
+            for (steps, seed), outcome in self.passes.items()
+            for problem in outcome.problems
+        ]
 
     def start(self) -> None:
         """Ask for the first run."""
         self.asked = next(self.searching)
 
-    def take(self, outcome: Outcome) -> None:
-        """The run of the last job is over."""
-        if self.score is not None:
-            self.final = outcome
-            return
+    def job(self, trace: Path, times: Times) -> Job | None:
+        """What has to be run next; None: nothing any more."""
+        if self.asked is None:
+            return None
+        steps, seed = self.asked
+        return Job(trace, self.cluster, self.policy, steps * STEP, seed, times, give_up=True, drain=True)
+
+    def take(self, outcome: Outcome) -> str:
+        """The run of the last job is over. Returns a line about it."""
+        assert self.asked is not None
+        line = f"{self.now}: {_verdict(outcome)}"
+        if outcome.passed:
+            self.passes[self.asked] = outcome
         try:
             self.asked = self.searching.send(outcome.passed)
         except StopIteration as end:
             self.asked, self.score = None, end.value
+            line += f"; the score is {end.value.load:.2f}"
+        return line
 
     @property
     def now(self) -> str:
         """What it is doing, in a few words."""
-        at = f"{self.asked[0] * STEP:.2f}, seed {self.asked[1]}" if self.asked else "last run"
-        return f"{self.mode} {self.policy} {at}"
+        return f"{self.mode} {self.policy} {self.asked[0] * STEP:.2f}, seed {self.asked[1]}" if self.asked else ""
+
+
+def _verdict(outcome: Outcome) -> str:
+    measured = outcome.measured
+    verdict = "passed" if outcome.passed else "cannot pass any more" if outcome.hopeless else "failed"
+    tpot = "" if measured.tpot is None else f", TPOT {measured.tpot.p99 * 1000:.1f} ms"
+    return f"{verdict}, p99 TTFT {measured.ttft.p99:.2f} s{tpot}, backlog {measured.backlog_growth:+.3f}"
 
 
 def search_all(
@@ -84,9 +109,9 @@ def search_all(
                 continue
             for done in wait(running, return_when=FIRST_COMPLETED).done:
                 cell = running.pop(done)
-                cell.take(done.result())
-                if not progress.console.is_terminal and cell.score is not None and cell.final is None:
-                    progress.console.print(f"{cell.mode} {cell.policy}: {cell.score.load:.2f}", highlight=False)
+                line = cell.take(done.result())
+                if not progress.console.is_terminal:
+                    progress.console.print(line, highlight=False, soft_wrap=True)
                 waiting.insert(0, cell)
     except BaseException:
         for future in running:

@@ -80,9 +80,9 @@ class Chaos:
                 for engine in self._engines(replica):
                     engine.slowdown = event.factor
             case "mute":
-                self._simulation.silent |= keys
+                self._simulation.reports.silent |= keys
             case "lie" | "absurd":
-                self._simulation.liars |= dict.fromkeys(keys, event.do)
+                self._simulation.reports.liars |= dict.fromkeys(keys, event.do)
             case "role":
                 self._change(replica, Role(event.to))
 
@@ -134,8 +134,8 @@ class Chaos:
         for engine in self._engines(replica):
             engine.come_back()
         for index, rank in enumerate(replica.ranks):
-            simulation.silent.discard((replica.role, rank))
-            simulation.liars.pop((replica.role, rank), None)
+            simulation.reports.silent.discard((replica.role, rank))
+            simulation.reports.liars.pop((replica.role, rank), None)
             simulation.router.join(replica.role, rank, replica.name, replica.life, index)
 
     def _change(self, replica: _Replica, role: Role) -> None:

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-
-import numpy as np
+from functools import partial
 
 from headrace.router.balancers.base import Rejected
-from headrace.router.reports import Report
 from headrace.router.simulate.cache import InfiniteCache, LruCache, SharedStore
 from headrace.router.simulate.clock import Clock
 from headrace.router.simulate.decode import DecodeReplica
 from headrace.router.simulate.prefill import PrefillRank
+from headrace.router.simulate.reporting import Account, Reporting
 from headrace.router.simulate.request import Attempt, End, SimRequest, Stage
 from headrace.router.simulate.routing import SimRouter
 from headrace.router.simulate.spec import Cluster
@@ -27,13 +25,6 @@ from headrace.router.topology import Role
 
 CAPACITY_POLL_S = 0.25
 """Longest pause before decode is asked again for room (services/router/generate.py)."""
-
-
-def lied(report: Report, how: str) -> Report:
-    """`lie`: an idle rank. `absurd`: counts that no rank can have (L22)."""
-    if how == "lie":
-        return Report(step=report.step, step_s=report.step_s)
-    return replace(report, queued_tokens=-1, kv_tokens=-1)
 
 
 Failed = frozenset[tuple[Role, int]]
@@ -68,12 +59,9 @@ class Simulation:
         self.failed_attempts = 0
         self.on_end: Callable[[SimRequest], None] = lambda request: None
         self.on_prefilled: Callable[[Attempt], None] = lambda attempt: None
-        self._random = np.random.default_rng((seed, 2))
         self._waiting: deque[tuple[SimRequest, Failed]] = deque()
         self._poll_at: float | None = None
-        self.silent: set[tuple[Role, int]] = set()
-        """Ranks that do not report."""
-        self.liars: dict[tuple[Role, int], str] = {}
+        self.reports = Reporting(self.clock, router, cluster.report_s, seed)
         for number in range(cluster.prefill_ranks):
             size = cluster.ranks_per_prefill_replica
             self.add_prefill(f"prefill-{number // size}", number % size)
@@ -100,7 +88,7 @@ class Simulation:
         self.prefill.append(rank)
         self.at_prefill[number] = set()
         self.router.join(Role.PREFILL, number, replica, life, index)
-        self._begin_reports(Role.PREFILL, number)
+        self.reports.begin(Role.PREFILL, number, lambda: (rank.report(), rank.last_batch) if rank.alive else None)
         return rank
 
     def add_decode(self, replica: str, ranks: int, life: int = 0) -> DecodeReplica:
@@ -122,31 +110,8 @@ class Simulation:
             rank = len(self.decode_ranks)
             self.decode_ranks.append((one, index))
             self.router.join(Role.DECODE, rank, replica, life, index)
-            self._begin_reports(Role.DECODE, rank)
+            self.reports.begin(Role.DECODE, rank, partial(_decode_account, one, index))
         return one
-
-    def _begin_reports(self, role: Role, rank: int) -> None:
-        self.clock.after(float(self._random.uniform(0, self.cluster.report_s)), self._report, role, rank)
-
-    def _report(self, role: Role, rank: int) -> None:
-        self.clock.after(self.cluster.report_s, self._report, role, rank)
-        if (role, rank) in self.silent:
-            return
-        batch = None
-        if role is Role.PREFILL:
-            engine = self.prefill[rank]
-            if not engine.alive:
-                return
-            report, batch = engine.report(), engine.last_batch
-        else:
-            replica, index = self.decode_ranks[rank]
-            if not replica.alive:
-                return
-            report = replica.report(index)
-        lie = self.liars.get((role, rank))
-        if lie is not None:
-            report = lied(report, lie)
-        self.router.report(role, rank, report, batch, self.clock.now)
 
     def _publish(self, rank: int, stored: list[bytes], removed: list[bytes]) -> None:
         self.clock.after(self.cluster.event_delay_s, self._told, rank, self.prefill[rank].life, stored, removed)
@@ -322,26 +287,10 @@ class Simulation:
         """Nothing is under way anywhere."""
         return not self.live and all(rank.idle for rank in self.prefill) and all(one.idle for one in self.decode)
 
-    def conservation(self) -> list[str]:
-        """What is wrong with the books (L11); empty when all is well. Ask when nothing is under way."""
-        problems = []
-        if self.accepted != len(self.live) + sum(self.ends.values()):
-            problems.append(f"{self.accepted} accepted, {len(self.live)} live, {sum(self.ends.values())} ended")
-        if self.live:
-            problems.append(f"{len(self.live)} requests have no end")
-        held = sum(map(len, self.at_prefill.values())) + sum(map(len, self.at_decode.values()))
-        if held:
-            problems.append(f"{held} attempts are held by ranks")
-        for one in self.decode:
-            if one.requests.any() or one.kv.any() or one.booked.any():
-                problems.append(
-                    f"decode replica {one.number} holds {one.running} requests, {int(one.kv.sum())} KV tokens"
-                )
-        problems += [f"prefill rank {rank.number} is not idle" for rank in self.prefill if not rank.idle]
-        if not self.router.idle:
-            problems.append("the router counts work in flight")
-        return problems
-
 
 def _failed_last(pairs: Iterable[tuple[int, int]], failed: Failed) -> list[tuple[int, int]]:
     return sorted(pairs, key=lambda pair: ((Role.PREFILL, pair[0]) in failed) + ((Role.DECODE, pair[1]) in failed))
+
+
+def _decode_account(replica: DecodeReplica, index: int) -> Account:
+    return (replica.report(index), None) if replica.alive else None

@@ -7,11 +7,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import numpy as np
+
 from headrace.router.balancers.base import Choice, Pair
 from headrace.router.balancers.decode import DecodePolicy, Joint
 from headrace.router.balancers.pair import JointPair
 from headrace.router.balancers.pending import Pending
 from headrace.router.balancers.prefill import NewWork, PrefillPolicy
+from headrace.router.columns import Floats
 from headrace.router.cost.decode import DecodeCost
 from headrace.router.cost.loading import LoadingRates
 from headrace.router.cost.prefill import PrefillBatch, PrefillCost
@@ -63,8 +66,8 @@ class HeadraceRouter:
         self._replicas: dict[tuple[str, int], dict[int, Candidate]] = {}
         self._learned: dict[int, int] = {}
         """Last step of each prefill rank that the cost model has seen."""
-        self._steps: dict[tuple[str, str], dict[int, Report]] = {}
-        """Last reports of the ranks of each decode replica, by rank number."""
+        self._steps: dict[tuple[str, str], Floats] = {}
+        """Of each decode replica: requests and KV tokens that its ranks told last, [2, ranks]."""
         self._offers: dict[tuple[int, int], Choice | Pair | None] = {}
         """What was last offered, by ranks."""
         self._asked: RoutingRequest | None = None
@@ -131,13 +134,14 @@ class HeadraceRouter:
     def _learn_step(self, name: RankId, report: Report, now: float) -> None:
         """A replica's step lasts as long as its fullest rank needs: only that rank's numbers explain it."""
         number = self._fleet.numbers.get(name)
-        if number is None or not report.running_requests:
+        if number is None:
             return
-        reports = self._steps.setdefault((name.replica_id, name.incarnation), {})
-        reports[number] = report
-        cost = self._decode_cost
-        fullest = max(reports, key=lambda one: float(cost.step(reports[one].running_requests, reports[one].kv_tokens)))
-        if fullest == number:
+        replica = name.replica_id, name.incarnation
+        told = self._steps.get(replica)
+        if told is None or told.shape[1] <= name.rank:
+            told = self._steps[replica] = np.zeros((2, len(self._replicas[name.replica_id, int(name.incarnation)])))
+        told[:, name.rank] = report.running_requests, report.kv_tokens
+        if report.running_requests and int(self._decode_cost.step(told[0], told[1]).argmax()) == name.rank:
             self._decode_cost.observe(number, report.running_requests, report.kv_tokens, report.step_s, now)
 
     def cached(self, rank: int, stored: list[bytes], removed: list[bytes]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from headrace.router.simulate import books
 from headrace.router.simulate.chaos import Chaos
 from headrace.router.simulate.cluster import Simulation
 from headrace.router.simulate.measure import OBJECTIVES, Measured, Objectives, Recorder
@@ -76,8 +77,9 @@ def simulate(
     tick: Callable[[float], None] = lambda now: None,
 ) -> Outcome:
     """Run a workload. `make_router`: given the cluster and the tokens of a block. `give_up`: stop when it cannot pass
-    any more. `drain`: when the last request has come, go on until nothing is left and look at the books. `tick`: told
-    the simulated time about once a second of it. Raises ScenarioError, RuntimeError for a drain that does not end."""
+    any more. `drain`: when the last request has come, go on until nothing is left and look at the books, with `give_up`
+    only if it has passed. `tick`: told the simulated time about once a second of it. Raises ScenarioError, RuntimeError
+    for a drain that does not end."""
     trace = workload.trace
     simulation = Simulation(cluster, make_router(cluster, trace.block_tokens), trace.block_tokens, seed)
     chaos = Chaos(simulation, scenario)
@@ -88,16 +90,17 @@ def simulate(
     if not hopeless:
         simulation.clock.run(times.arrivals_s)
     measured = recorder.measured(ideal.batch_s)
+    passed = not hopeless and keeps(measured, aims)
     problems: list[str] = []
-    if drain and not hopeless:
+    if drain and (passed or not give_up):
         _drain(simulation, tick)
-        problems = simulation.conservation()
+        problems = books.problems(simulation)
     return Outcome(
         offered=ideal.seconds / times.measured_s,
         copies=workload.copies,
         bound=ideal,
         measured=measured,
-        passed=not hopeless and keeps(measured, aims),
+        passed=passed,
         hopeless=hopeless,
         arrivals=simulation.accepted,
         ends={end.value: count for end, count in simulation.ends.items()},

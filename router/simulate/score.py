@@ -39,13 +39,15 @@ Search = Generator[tuple[int, int], bool, Score]
 
 
 def search(seeds: Sequence[int], guess: int = 90) -> Search:
-    """Coarse first: from the guess in doubling strides until the score is bracketed, then halving; further seeds begin
-    where the last one ended. Passing is taken as monotone in the load: what passes at a load passes below it."""
+    """From the guess in doubling strides until the score is bracketed, then halving; further seeds begin where the last
+    one ended, since the score is the least of them. A guess that is right costs a pass and the fail one step above it,
+    and a pass for each further seed. Passing is taken as monotone in the load: what passes at a load passes below it.
+    """
     trials: list[Trial] = []
     best, by_seed = MOST, dict[int, int]()
-    for number, seed in enumerate(seeds):
-        most = MOST if number == 0 else best
-        good, bad, stride = 0, most + 1, 2
+    for seed in seeds:
+        most = best
+        good, bad, stride = 0, most + 1, 1
         at = max(LEAST, min(guess, most))
         while bad - good > 1:
             passed = yield at, seed
