@@ -16,7 +16,7 @@ from headrace.router.balancers.pending import Pending
 from headrace.router.balancers.prefill import NewWork, PrefillPolicy
 from headrace.router.columns import Floats
 from headrace.router.cost.decode import DecodeCost
-from headrace.router.cost.loading import LoadingRates
+from headrace.router.cost.loading import LoadingRates, Source
 from headrace.router.cost.prefill import PrefillBatch, PrefillCost
 from headrace.router.fleet import Amount, Fleet
 from headrace.router.index.base import HolderTier, PrefixIndex, StorePrefix, no_match
@@ -57,7 +57,8 @@ class HeadraceRouter:
         self._prefill_cost = PrefillCost(batch_tokens=cluster.batch_tokens)
         self._decode_cost = DecodeCost()
         policy = PrefillPolicy() if weight is None else PrefillPolicy(weight=weight)
-        self._prefill = NewWork(self._fleet, self._prefill_cost, LoadingRates(), policy, Pending())
+        self.rates = LoadingRates()
+        self._prefill = NewWork(self._fleet, self._prefill_cost, self.rates, policy, Pending())
         self._decode = Joint(self._fleet, self._decode_cost, DecodePolicy())
         self._pair = JointPair(self._fleet, self._prefill, self._decode)
         self._store: SharedStore | None = None
@@ -212,6 +213,7 @@ class HeadraceRouter:
         name = self._ids.get((Role.PREFILL, attempt.prefill_rank))
         if name is None:
             return
+        self.rates.observe(Source.SHARED, attempt.loaded_tokens, attempt.ready_at - attempt.submitted_at)
         hit = attempt.hit_tokens
         new = attempt.prompt_tokens - hit
         work = float(self._prefill_cost.work(new, hit))

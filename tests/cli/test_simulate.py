@@ -69,5 +69,7 @@ def test_a_search_ends_with_a_score(options: SimulateOptions, capsys: pytest.Cap
     assert 0.2 < rows["round_robin"]["score"] <= 1.2
     assert rows["headrace"]["by_seed"] == {"1": rows["headrace"]["score"]}
     assert rows["headrace"]["ttft_s"]["p99"] <= 4.0
+    passed = {trial["load"] for trial in rows["headrace"]["trials"] if trial["passed"]}
+    assert max(passed) == rows["headrace"]["score"]
     assert told["passed"] is None, "bars are for 64+64"
     assert told["offline"]["prefill"]["decode_requests_per_s"] is None

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from headrace.router.cost.loading import Source
+from headrace.router.simulate.headrace_router import HeadraceRouter
 from headrace.router.simulate.measure import growth
 from headrace.router.simulate.offline import at_load
 from headrace.router.simulate.policies import POLICIES
@@ -87,6 +89,28 @@ def test_cache_limits_and_a_store_change_hits(trace: TraceColumns) -> None:
     assert small.hit_ratio < infinite.hit_ratio
     assert stored.hit_ratio > small.hit_ratio
     assert stored.loaded_ratio > 0 == infinite.loaded_ratio
+
+
+def test_the_router_learns_what_loading_takes(trace: TraceColumns) -> None:
+    """As the service does, from what prefill reports at the hand-over."""
+    cluster = Cluster(4, 0, cache_blocks=40, store=Store(bytes_per_s=2e9))
+    router = HeadraceRouter(cluster, trace.block_tokens)
+    before = router.rates.rate(Source.SHARED)
+    copies = Superposition(trace, 1, TIMES.arrivals_s)
+    simulate(
+        at_load(copies, cluster.unit, 0.7, TIMES.warmup_s, TIMES.end_s), cluster, lambda *_: router, TIMES, drain=True
+    )
+    assert router.rates.rate(Source.SHARED) > 2 * before
+
+
+def test_a_run_that_gives_up_drains_only_if_it_has_passed(trace: TraceColumns) -> None:
+    """So that a search repeats no run for the sake of its books (L11)."""
+    copies = Superposition(trace, 1, TIMES.arrivals_s)
+    for load, passes in ((0.6, True), (1.1, False)):
+        workload = at_load(copies, CLUSTER.unit, load, TIMES.warmup_s, TIMES.end_s)
+        outcome = simulate(workload, CLUSTER, POLICIES["headrace"], TIMES, give_up=True, drain=True)
+        assert outcome.passed == passes
+        assert (sum(outcome.ends.values()) == outcome.arrivals) == passes
 
 
 def test_a_dead_prefill_s_requests_go_elsewhere(trace: TraceColumns) -> None:
