@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from rich.console import Console
 from headrace.cli.ask import Answer, Message, chat_prompt, gather
 from headrace.cli.cluster_spec import ClusterSpec
 from headrace.cli.exits import CliError
+from headrace.cli.leftovers import left_behind, shared_memory
 from headrace.cli.local_cluster import LocalCluster
 from headrace.cli.model import fetch, make
 from headrace.cli.tables import request_row, request_table
@@ -175,11 +175,6 @@ def show_processes(cluster: LocalCluster) -> list[int]:
     return [child.pid for child in cluster.children]
 
 
-def shared_memory() -> set[str]:
-    """Names of the shared-memory files of this machine that are ours."""
-    return {entry.name for entry in os.scandir("/dev/shm") if entry.stat().st_uid == os.getuid()}
-
-
 def run() -> None:
     """The whole demo. Raises DemoFailed, CliError or HeadraceError."""
     before = shared_memory()
@@ -191,7 +186,7 @@ def run() -> None:
     console.print(request_table(rows))
     left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     check(not left, f"no process is left{f': {left}' if left else ''}")
-    files = shared_memory() - before
+    files = left_behind(before)
     check(not files, f"no shared memory is left{f': {files}' if files else ''}")
 
 

@@ -17,6 +17,7 @@ import pytest
 from headrace.cli.ask import Answer, text_prompt
 from headrace.cli.client import RouterClient
 from headrace.cli.exits import Exit
+from headrace.cli.leftovers import shared_memory
 from headrace.v1 import common_pb2, inference_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,10 +47,6 @@ class Up:
 
     def pid(self, name: str) -> int:
         return next(one["pid"] for one in self.ready["replicas"] if one["name"] == name)
-
-
-def shared_memory() -> set[str]:
-    return {entry.name for entry in os.scandir("/dev/shm")}
 
 
 @pytest.fixture(scope="module")
