@@ -28,6 +28,7 @@ from headrace.kvcache.keys import Key, block_keys
 from headrace.router.fleet import Amount, Fleet
 from headrace.router.index.base import HolderTier
 from headrace.router.index.index import BlockIndex
+from headrace.router.native.build import NativeRouter, NativeUnavailable, load_native
 from headrace.router.ranks import RankNumbers
 from headrace.router.reports import Report
 from headrace.router.request import RoutingRequest
@@ -65,6 +66,8 @@ class Times:
 class Figures:
     """What one process showed."""
 
+    native: bool
+    """Whether C++ decided, or Python (no compiler, or --plain)."""
     replicas: int
     """Of each role."""
     indexed_blocks: int
@@ -85,11 +88,11 @@ class Figures:
 class Scene:
     """A fleet with load, a filled index, and prompts."""
 
-    def __init__(self, replicas: int, blocks: int, seed: int = 1) -> None:
+    def __init__(self, replicas: int, blocks: int, seed: int = 1, native: NativeRouter | None = None) -> None:
         self.random = random.Random(seed)
         self.fleet = Fleet(RankNumbers())
-        self.index = BlockIndex(BUDGET_BYTES)
-        self.balance = Balance(self.fleet, BalanceSection())
+        self.index = BlockIndex(BUDGET_BYTES, native)
+        self.balance = Balance(self.fleet, BalanceSection(), native)
         self.prefill = [self._join(Role.PREFILL, number) for number in range(replicas)]
         self.decode = [self._join(Role.DECODE, number) for number in range(replicas)]
         self.index.ranks = self.fleet.numbers.size
@@ -176,17 +179,19 @@ class Scene:
         return pair.prefill.id, pair.decode.id
 
 
-def measure(replicas: int, blocks: int, decisions: int) -> Figures:
+def measure(replicas: int, blocks: int, decisions: int, plain: bool = False) -> Figures:
     """All of it, in this process."""
+    native = None if plain else native_or_none()
     before = resident_bytes()
     start = time.perf_counter()
-    scene = Scene(replicas, blocks)
+    scene = Scene(replicas, blocks, native=native)
     filled = time.perf_counter() - start
     index_rss = resident_bytes() - before
     pairs: set[tuple[RankId, RankId]] = set()
     short = _times(scene, decisions, pairs, long=False)
     long = _times(scene, max(100, decisions // 10), pairs, long=True)
     return Figures(
+        native=native is not None,
         replicas=replicas,
         indexed_blocks=SYSTEM_BLOCKS + SHORT * len(scene.short) + LONG * len(scene.long),
         index_pairs=scene.index.entries,
@@ -198,6 +203,15 @@ def measure(replicas: int, blocks: int, decisions: int) -> Figures:
         short=short,
         long=long,
     )
+
+
+def native_or_none() -> NativeRouter | None:
+    """As the router does; says why it has none."""
+    try:
+        return load_native()
+    except NativeUnavailable as reason:
+        sys.stderr.write(f"Python decides: {reason}\n")
+        return None
 
 
 def _times(scene: Scene, decisions: int, pairs: set[tuple[RankId, RankId]], *, long: bool) -> Times:
@@ -261,8 +275,11 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=8, help="of each role")
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--decisions", type=int, default=5000)
+    parser.add_argument("--plain", action="store_true", help="without C++")
     options = parser.parse_args()
-    sys.stdout.write(json.dumps(asdict(measure(options.replicas, options.blocks, options.decisions))) + "\n")
+    sys.stdout.write(
+        json.dumps(asdict(measure(options.replicas, options.blocks, options.decisions, options.plain))) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -82,13 +82,13 @@ class Joint:
 
     def __init__(self, fleet: Fleet, costs: DecodeCosts, policy: DecodePolicy = DecodePolicy()) -> None:
         self._fleet = fleet
-        self._costs = costs
-        self._policy = policy
+        self.costs = costs
+        self.policy = policy
         self._usual = policy.usual_tokens
 
     def finished(self, tokens: int) -> None:
         """A choice ended after so many tokens: the usual number follows."""
-        self._usual += 0.01 * (min(max(tokens, 1), 100 * self._policy.usual_tokens) - self._usual)
+        self._usual += 0.01 * (min(max(tokens, 1), 100 * self.policy.usual_tokens) - self._usual)
 
     @property
     def usual_tokens(self) -> float:
@@ -104,19 +104,19 @@ class Joint:
     def project(self, request: RoutingRequest, arrives: float, now: float) -> Projection:
         """Running requests end in the meantime and the others grow; what was admitted before will have arrived."""
         columns, loads = self._fleet.columns(Role.DECODE), self._fleet.loads(Role.DECODE, now)
-        slowness = self._costs.slowness(columns.numbers, now)
+        slowness = self.costs.slowness(columns.numbers, now)
         requests, kv_tokens = self._later(loads, slowness, max(0.0, arrives - now))
         requests = requests + request.choices
         block = columns.block
         kv_tokens = kv_tokens + block * (-(-(request.prompt_tokens + 1) // block) + request.choices - 1)
-        step = slowness * self._costs.step(requests, kv_tokens)
+        step = slowness * self.costs.step(requests, kv_tokens)
         pace = step
         if columns.replicas < len(columns):
-            without = slowness * self._costs.step(requests - request.choices, kv_tokens - request.prompt_tokens)
+            without = slowness * self.costs.step(requests - request.choices, kv_tokens - request.prompt_tokens)
             slowest = np.zeros(columns.replicas)
             np.maximum.at(slowest, columns.replica, without)
             pace = np.maximum(step, slowest[columns.replica])
-        memory = kv_tokens > self._policy.full * columns.rows * block
+        memory = kv_tokens > self.policy.full * columns.rows * block
         slots = (columns.slots > 0) & (requests > columns.slots)
         fits = columns.fits(request.prompt_tokens, request.choices)
         return Projection(columns, fits, requests, kv_tokens, step, pace, memory | slots, request.affinity_key)
@@ -127,7 +127,7 @@ class Joint:
         By predicted load alone: what was admitted and has not arrived counts in full, so admitting stops before the
         load shows and begins again before it has gone. A request that is alone on its replica is never rejected.
         """
-        objective = self._policy.objective_s
+        objective = self.policy.objective_s
         if objective is None or not projection.fits.any():
             return
         alone = projection.requests <= request.choices
@@ -151,16 +151,16 @@ class Joint:
             return requests, tokens
         running = np.maximum(0.0, requests - loads.waiting)
         share = np.divide(running, requests, out=np.zeros_like(running), where=requests > 0)
-        step = slowness * self._costs.step(requests, tokens)
+        step = slowness * self.costs.step(requests, tokens)
         left = np.exp(-ahead_s / np.maximum(1e-3, self._usual * step))
         grown = running * left * ahead_s / step
         return requests - running * (1 - left), tokens * (1 - share * (1 - left)) + grown
 
     def _retry_after(self, projection: Projection, objective: float, best: float) -> float:
         """Until so many have ended that the best rank is at the objective, were nobody else admitted."""
-        idle = float(self._costs.step(0.0, 0.0))
+        idle = float(self.costs.step(0.0, 0.0))
         residence = self.residence_s(best)
         if objective <= idle:
-            return min(self._policy.longest_retry_s, residence)
+            return min(self.policy.longest_retry_s, residence)
         wait = residence * math.log(max(1.0, (best - idle) / (objective - idle)))
-        return min(self._policy.longest_retry_s, max(0.05, wait))
+        return min(self.policy.longest_retry_s, max(0.05, wait))

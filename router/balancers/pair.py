@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -29,6 +30,14 @@ class PairPolicy:
     """Whether decode may lie in another data centre than prefill."""
 
 
+class FirstPair(Protocol):
+    """Finds the best pair only."""
+
+    def first(self, request: RoutingRequest, match: PrefixMatch, now: float) -> Pair | None:
+        """What `JointPair.order` would yield first; None: ask that."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Side:
     """Rows of one role in one data centre, best first, and their costs above the best of all, in seconds."""
@@ -47,7 +56,11 @@ class JointPair:
         decode: Joint,
         policy: PairPolicy = PairPolicy(),
         links: Links | None = None,
+        first: FirstPair | None = None,
     ) -> None:
+        """`first`: a faster way to the pair that `order` begins with (router/native), asked while there is one data
+        centre; None: there is no other."""
+        self._first = first
         self._fleet = fleet
         self._prefill = prefill
         self._decode = decode
@@ -56,6 +69,21 @@ class JointPair:
 
     def order(self, request: RoutingRequest, match: PrefixMatch, now: float) -> Iterator[Pair]:
         """Best first, made as they are asked for. Raises Rejected at the call."""
+        if self._first is not None and self._fleet.data_centres == 1:
+            first = self._first.first(request, match, now)
+            if first is not None:
+                return self._begun(first, request, match, now)
+        return self._all(request, match, now)
+
+    def _begun(self, first: Pair, request: RoutingRequest, match: PrefixMatch, now: float) -> Iterator[Pair]:
+        """The first one is known already, and that nobody is to be rejected; the others when they are asked for."""
+        yield first
+        ranks = first.prefill.id, first.decode.id
+        for pair in self._all(request, match, now, check=False):
+            if (pair.prefill.id, pair.decode.id) != ranks:
+                yield pair
+
+    def _all(self, request: RoutingRequest, match: PrefixMatch, now: float, *, check: bool = True) -> Iterator[Pair]:
         sources = self._prefill.assess(request, match, now)
         first = sources.best()
         if first is None:
@@ -63,7 +91,8 @@ class JointPair:
         targets = self._decode.project(request, now + float(sources.ttft[first]), now)
         if not targets.fits.any():
             return iter(())
-        self._decode.check(targets, request, now)
+        if check:
+            self._decode.check(targets, request, now)
         return self._pairs(request, sources, first, targets, now)
 
     def chosen(self, request: RoutingRequest, pair: Pair, now: float) -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 
 from headrace.kvcache.keys import Key
 
 RATIO = 1.25
 
 
-def places(blocks: int) -> list[int]:
+@lru_cache(maxsize=4096)
+def places(blocks: int) -> tuple[int, ...]:
     """Lengths of prefixes that are kept of a prompt of so many blocks, the longest first."""
     found = [blocks] if blocks else []
     length = 1
@@ -23,7 +25,7 @@ def places(blocks: int) -> list[int]:
     while length < blocks:
         grid.append(length)
         length = max(length + 1, int(length * RATIO))
-    return found + grid[::-1]
+    return tuple(found + grid[::-1])
 
 
 class Pending:

@@ -119,9 +119,9 @@ class NewWork:
     ) -> None:
         """`pending`: remembers what was sent a moment ago; None where the index knows at once (a replay)."""
         self._fleet = fleet
-        self._costs = costs
-        self._rates = rates
-        self._policy = policy
+        self.costs = costs
+        self.rates = rates
+        self.policy = policy
         self._pending = pending
 
     def order(self, request: RoutingRequest, match: PrefixMatch, now: float) -> Iterator[Choice]:
@@ -141,25 +141,31 @@ class NewWork:
         if self._pending is not None and number is not None:
             self._pending.note(request.blocks, number, now)
 
+    def depths(self, request: RoutingRequest, now: float) -> Mapping[int, int]:
+        """Leading blocks that were sent somewhere a moment ago, by rank number."""
+        if self._pending is None or not request.blocks:
+            return {}
+        return self._pending.depths(request.blocks, now)
+
     def assess(self, request: RoutingRequest, match: PrefixMatch, now: float) -> Assessment:
         """Every candidate at once."""
         columns, loads = self._fleet.columns(Role.PREFILL), self._fleet.loads(Role.PREFILL, now)
-        slowness = self._costs.slowness(columns.numbers, now)
+        slowness = self.costs.slowness(columns.numbers, now)
         fits = columns.fits(request.prompt_tokens, request.choices)
         cached, local, hit, work, load_s = self._usable(request, match, columns, now)
         assigned = self._assigned(loads, slowness)
         some = assigned if fits is columns.every else assigned[fits]
         # A slow rank's load weighs more, not the work itself: it gets its smaller share, where a dearer work would let
         # it get nothing until the others are far ahead (1/λ of the difference).
-        cost = work + load_s + self._policy.weight * (assigned - some.min(initial=math.inf))
-        token_s = float(self._costs.work(SAMPLE_TOKENS, 0.0)) / SAMPLE_TOKENS
+        cost = work + load_s + self.policy.weight * (assigned - some.min(initial=math.inf))
+        token_s = float(self.costs.work(SAMPLE_TOKENS, 0.0)) / SAMPLE_TOKENS
         waiting = np.maximum(loads.queue_s, loads.tokens * token_s)
-        ttft = load_s + slowness * (waiting + self._costs.alone(request.prompt_tokens - hit, hit))
+        ttft = load_s + slowness * (waiting + self.costs.alone(request.prompt_tokens - hit, hit))
         late = self._late(ttft, request.deadline - now)
         return Assessment(columns, fits, cached, local, hit, work, load_s, ttft, cost, late, request.affinity_key)
 
     def _late(self, ttft: Floats, left_s: float) -> Ints | None:
-        objective = math.inf if self._policy.objective_s is None else self._policy.objective_s
+        objective = math.inf if self.policy.objective_s is None else self.policy.objective_s
         if ttft.max(initial=0.0) <= min(objective, left_s):
             return None
         late = (ttft > objective).astype(np.int64)
@@ -173,20 +179,19 @@ class NewWork:
         computing and loading is less."""
         prompt, block = request.prompt_tokens, columns.block
         device = np.minimum(_at(match.device, columns) * block, prompt).astype(np.float64)
-        if self._pending is not None and request.blocks:
-            depths = self._pending.depths(request.blocks, now)
-            if depths:
-                device = np.maximum(device, np.minimum(_at(_column(depths), columns) * block, prompt))
-        hit, work = device, self._costs.work(prompt - device, device)
+        depths = self.depths(request, now)
+        if depths:
+            device = np.maximum(device, np.minimum(_at(_column(depths), columns) * block, prompt))
+        hit, work = device, self.costs.work(prompt - device, device)
         load_s: Floats | float = 0.0
         local, from_host = device, None
         if match.local is not match.device:
             local = np.maximum(device, np.minimum(_at(match.local, columns) * block, prompt))
-            from_host = self._rates.seconds(Source.HOST, local - device)
+            from_host = self.rates.seconds(Source.HOST, local - device)
             hit, work, load_s = self._less(prompt, local, from_host, hit, work, load_s)
         if match.shared or match.mixed is not None:
             reach = np.maximum(local, np.minimum(_at(match.reach(), columns) * block, prompt))
-            seconds = self._rates.seconds(Source.SHARED, reach - local)
+            seconds = self.rates.seconds(Source.SHARED, reach - local)
             seconds = seconds if from_host is None else seconds + from_host
             hit, work, load_s = self._less(prompt, reach, seconds, hit, work, load_s)
         return device, local, hit, work, load_s
@@ -195,13 +200,13 @@ class NewWork:
         self, prompt: int, tokens: Floats, seconds: Floats, hit: Floats, work: Floats, load_s: Floats | float
     ) -> tuple[Floats, Floats, Floats]:
         """By rank: with `tokens` of the prompt, `seconds` after, if that costs less than what is there."""
-        computed = self._costs.work(prompt - tokens, tokens)
+        computed = self.costs.work(prompt - tokens, tokens)
         better = computed + seconds < work + load_s
         return np.where(better, tokens, hit), np.where(better, computed, work), np.where(better, seconds, load_s)
 
     def _assigned(self, loads: Loads, slowness: Floats) -> Floats:
         """Load of every rank: assigned work, in seconds of its own."""
-        share = self._policy.attention_share
+        share = self.policy.attention_share
         if share == 0:
             return slowness * loads.assigned
         seconds, attention = loads.assigned, loads.assigned_attention

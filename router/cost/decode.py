@@ -34,12 +34,23 @@ class DecodeCost:
         self._slowness = slowness or Slowness()
         self._steps = 0
         self.fit = ScaleFit((1.0, 1.0, 1.0), least=1e-3)
+        self._scaled: tuple[int, DecodeCurve] | None = None
+
+    @property
+    def scaled(self) -> DecodeCurve:
+        """The curve as of the last observation."""
+        if self._scaled is None or self._scaled[0] != self.fit.observations:
+            base, request, token = self.fit.theta
+            curve = self._curve
+            self._scaled = (
+                self.fit.observations,
+                DecodeCurve(base * curve.base, request * curve.per_request, token * curve.per_token),
+            )
+        return self._scaled[1]
 
     def step(self, requests: Numbers, kv_tokens: Numbers) -> Floats:
         """Seconds."""
-        base, request, token = self.fit.theta
-        scaled = DecodeCurve(base * self._curve.base, request * self._curve.per_request, token * self._curve.per_token)
-        return scaled.seconds(requests, kv_tokens)
+        return self.scaled.seconds(requests, kv_tokens)
 
     def slowness(self, numbers: Ints, now: float) -> Floats:
         """By rank."""

@@ -39,10 +39,15 @@ class LoadingRates:
         self._prior = {Source.HOST: math.log(host_tokens_per_s), Source.SHARED: math.log(shared_tokens_per_s)}
         self._rates = dict(self._prior)
         self._delays = {Source.HOST: host_delay_s, Source.SHARED: shared_delay_s}
+        self.observations = 0
 
     def rate(self, source: Source) -> float:
         """Tokens per second."""
         return math.exp(self._rates[source])
+
+    def delay(self, source: Source) -> float:
+        """Seconds before the first token."""
+        return self._delays[source]
 
     def seconds(self, source: Source, tokens: Numbers) -> Floats:
         """Time to load so many tokens; nothing for none."""
@@ -58,6 +63,7 @@ class LoadingRates:
         step = math.log(tokens / moving) - self._rates[source]
         prior = self._prior[source]
         bound = math.log(self.BOUND)
+        self.observations += 1
         # One wild observation moves a rate by a tenth of a factor e at most.
         self._rates[source] += self.FOLLOW * min(max(step, -1.0), 1.0)
         self._rates[source] = min(max(self._rates[source], prior - bound), prior + bound)

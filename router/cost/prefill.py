@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -68,6 +68,21 @@ class FixedPrefillCost:
         return np.ones(len(numbers))
 
 
+class WorkTerms(NamedTuple):
+    """The cost of one request written out: coefficients of what it computes and of what it has cached."""
+
+    per_new: float
+    """Seconds of work for each new token."""
+    per_hit: float
+    """For each cached one."""
+    per_pair: float
+    """For each pair of tokens; of `alone`, too."""
+    curve: float
+    """`alone`: scale of the grid."""
+    alone_per_new: float
+    """Beside the grid."""
+
+
 class PrefillCost:
     """seconds of a batch ≈ θ₀ · curve + θ₁ · computed tokens · token_s + θ₂ · pairs of tokens · pair_s.
 
@@ -93,37 +108,54 @@ class PrefillCost:
         self._slowness = slowness or Slowness()
         self._full_s = float(self._curve.seconds(batch_requests, batch_tokens))
         self._token_s = self._full_s / batch_tokens
-        self._grid: Floats = np.arange(0, GRID_CALLS * batch_tokens + 1, batch_tokens / GRID_STEPS)
-        self._grid_s = self._calls(self._grid)
-        self._grid_s[0] = self._grid_s[1]
+        self.grid_step = batch_tokens / GRID_STEPS
+        self._grid: Floats = np.arange(0, GRID_CALLS * batch_tokens + 1, self.grid_step)
+        self.grid_s = self._calls(self._grid)
+        """Seconds of a prompt alone by the curve, every `grid_step` tokens from 0 on."""
+        self.grid_s[0] = self.grid_s[1]
         self.fit = ScaleFit((1.0, 0.0, 0.0), sureness=(3.0, 100.0, 3.0))
+        self._terms: tuple[int, WorkTerms] | None = None
+
+    @property
+    def terms(self) -> WorkTerms:
+        """As of the last observation."""
+        if self._terms is None or self._terms[0] != self.fit.observations:
+            curve, token, pair = self.fit.theta
+            terms = WorkTerms(
+                per_new=(curve + token) * self._token_s,
+                per_hit=curve * self._curve.per_hit / 1000,
+                per_pair=curve * self._curve.attention / 1000 + pair * self.PAIR_S,
+                curve=curve,
+                alone_per_new=token * self._token_s,
+            )
+            self._terms = self.fit.observations, terms
+        return self._terms[1]
+
+    @property
+    def hit_ms(self) -> tuple[float, float]:
+        """What a hit adds at most, over the curve's floor or under it: for each token, and for having one."""
+        return self._curve.per_hit, self._curve.with_hit + self._curve.hit_ratio
 
     def work(self, new: Numbers, hit: Numbers) -> Floats:
         """Seconds: its share of a full batch, and what its hit tokens and attention add to it."""
-        curve, token, pair = self.fit.theta
+        terms = self.terms
         computed = np.asarray(new, np.float64)
-        seconds: Floats = computed * ((curve + token) * self._token_s)
-        seconds = seconds + np.asarray(hit) * (curve * self._curve.per_hit / 1000)
-        per_pair = self._per_pair(curve, pair)
-        return seconds + per_pair * attention_pairs(computed, hit) if per_pair else seconds
+        seconds: Floats = computed * terms.per_new
+        seconds = seconds + np.asarray(hit) * terms.per_hit
+        return seconds + terms.per_pair * attention_pairs(computed, hit) if terms.per_pair else seconds
 
     def alone(self, new: Numbers, hit: Numbers) -> Floats:
         """Seconds of as many calls as it needs. Between the points of a grid the curve is a straight line."""
-        curve, token, pair = self.fit.theta
+        terms = self.terms
         computed, cached = np.asarray(new, np.float64), np.asarray(hit, np.float64)
-        seconds: Floats = np.interp(computed, self._grid, self._grid_s) * curve
-        if token:
-            seconds = seconds + computed * (token * self._token_s)
-        per_pair = self._per_pair(curve, pair)
-        if per_pair:
-            seconds = seconds + per_pair * attention_pairs(computed, cached)
-        # Over the floor or under it, a hit adds at most this.
-        with_hit = self._curve.with_hit + self._curve.hit_ratio
-        added: Floats = (cached * self._curve.per_hit + with_hit * (cached > 0)) * (curve / 1000)
+        seconds: Floats = np.interp(computed, self._grid, self.grid_s) * terms.curve
+        if terms.alone_per_new:
+            seconds = seconds + computed * terms.alone_per_new
+        if terms.per_pair:
+            seconds = seconds + terms.per_pair * attention_pairs(computed, cached)
+        per_hit, with_hit = self.hit_ms
+        added: Floats = (cached * per_hit + with_hit * (cached > 0)) * (terms.curve / 1000)
         return seconds + added
-
-    def _per_pair(self, curve: float, pair: float) -> float:
-        return curve * self._curve.attention / 1000 + pair * self.PAIR_S
 
     def _calls(self, tokens: Floats) -> Floats:
         """Seconds by the curve of as many full batches as there are, and the rest."""

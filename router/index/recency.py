@@ -27,8 +27,8 @@ class Recency:
     BYTES: Final = 4
 
     def __init__(self, most_entries: int) -> None:
-        self._ticks = np.empty(most_entries, np.uint32)
-        self._view = self._ticks.data
+        self.ticks = np.empty(most_entries, np.uint32)
+        self._view = self.ticks.data
         self._now = 0
         self._oldest: list[int] = []
         self._ages: list[int] = []
@@ -39,7 +39,7 @@ class Recency:
         """The tick of the first of `count` entries that are used together; each next one is one older, so that of a
         chain the end is forgotten before the beginning."""
         if self._now + count > _LAST_TICK:
-            self._ticks[: self._known] >>= 1
+            self.ticks[: self._known] >>= 1
             self._now >>= 1
             self._oldest, self._ages = [], []
         self._now += count
@@ -54,7 +54,7 @@ class Recency:
     def touch_many(self, entries: Entries) -> None:
         """Entries are used, in the order of a prompt."""
         tick = self.begin(len(entries))
-        self._ticks[entries] = tick - np.arange(len(entries))
+        self.ticks[entries] = tick - np.arange(len(entries))
         if len(entries):
             self._known = max(self._known, int(entries.max()) + 1)
 
@@ -68,7 +68,7 @@ class Recency:
             entries = all_alive()
             if len(entries) == 0:
                 return None
-            ages = self._ticks[entries]
+            ages = self.ticks[entries]
             if len(entries) > _LEAST:
                 sample = np.sort(ages[:: max(1, len(ages) // _SAMPLE)])
                 old = ages <= sample[len(sample) // _SHARE]

@@ -46,10 +46,10 @@ class HolderRuns:
 
     def __init__(self, most_bytes: int) -> None:
         most = min(most_bytes // CHUNK_BYTES * CHUNK, _OFFSET_MASK // CHUNK * CHUNK * 2)
-        self._arena = np.empty(max(most, CHUNK), np.uint16)
-        self._view = self._arena.data
+        self.arena = np.empty(max(most, CHUNK), np.uint16)
+        self._view = self.arena.data
         self._top = 0
-        self._links = self._arena.view(np.uint32).data
+        self._links = self.arena.view(np.uint32).data
         self._free = [_NONE] * (_LARGEST + 1)
         """First free run of each class, in units of two places; each free run's first two places name the next."""
         self.free_places = 0
@@ -88,8 +88,8 @@ class HolderRuns:
             self._view[offset + count] = entry
             return word, True
         longer = self._take(size + 1)
-        self._arena[longer : longer + count] = self._arena[offset : offset + count]
-        self._arena[longer + count : longer + 2 * count] = 0
+        self.arena[longer : longer + count] = self.arena[offset : offset + count]
+        self.arena[longer + count : longer + 2 * count] = 0
         self._view[longer + count] = entry
         self._give(offset, size)
         return _word(longer, size + 1), True
@@ -128,7 +128,7 @@ class HolderRuns:
         size = run_class(word)
         offset = (word & _OFFSET_MASK) << 1
         if size > 3:
-            run = self._arena[offset : offset + (1 << size)]
+            run = self.arena[offset : offset + (1 << size)]
             return [int(held) for held in run[: int(np.count_nonzero(run))].tolist()]
         return [held for held in self._view[offset : offset + (1 << size)].tolist() if held]
 
@@ -155,7 +155,7 @@ class HolderRuns:
 
     def compact(self, words: Words) -> None:
         """Move all runs together; `words` (of all entries) are changed where they name one."""
-        arena = np.empty_like(self._arena)
+        arena = np.empty_like(self.arena)
         top = 0
         runs = (words >= RUN).nonzero()[0]
         sizes = (words[runs] >> _CLASS_SHIFT) & 15
@@ -170,7 +170,7 @@ class HolderRuns:
             offsets = (top + (np.arange(len(of_class)) << size)).astype(np.uint32)
             words[of_class] = np.uint32(RUN | size << _CLASS_SHIFT) | (offsets >> 1)
             top += count
-        self._arena, self._view, self._links = arena, arena.data, arena.view(np.uint32).data
+        self.arena, self._view, self._links = arena, arena.data, arena.view(np.uint32).data
         self._free = [_NONE] * (_LARGEST + 1)
         self.free_places = 0
         self._top = -(-top // CHUNK) * CHUNK
@@ -179,7 +179,7 @@ class HolderRuns:
     # --- places ----------------------------------------------------------------------------------------------------
 
     def _matrix(self, size: int) -> npt.NDArray[np.uint16]:
-        return self._arena[: len(self._arena) >> size << size].reshape(-1, 1 << size)
+        return self.arena[: len(self.arena) >> size << size].reshape(-1, 1 << size)
 
     def _look(self, offset: int, size: int, holder: int) -> tuple[int, int]:
         """The holder's place, or −1; how many holders were seen: all, where it is −1 or the run is long."""
@@ -192,7 +192,7 @@ class HolderRuns:
                 if held & ~TIERS == holder:
                     return offset + seen, seen + sum(1 for each in self._view[offset + seen : offset + count] if each)
             return -1, count
-        run = self._arena[offset : offset + count]
+        run = self.arena[offset : offset + count]
         count = int(np.count_nonzero(run))
         places = ((run[:count] & (~TIERS & 0xFFFF)) == holder).nonzero()[0]
         return (offset + int(places[0]) if len(places) else -1), count
@@ -216,7 +216,7 @@ class HolderRuns:
         while larger <= _LARGEST and self._free[larger] == _NONE:
             larger += 1
         if larger > _LARGEST:
-            if self._top + CHUNK > len(self._arena):
+            if self._top + CHUNK > len(self.arena):
                 raise ArenaFull
             self._give(self._top, _LARGEST)
             self._top += CHUNK

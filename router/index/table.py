@@ -38,38 +38,38 @@ class KeyTable:
     """Per entry, beside the table of numbers."""
 
     def __init__(self, most_entries: int) -> None:
-        self._low = np.empty(most_entries, np.uint64)
-        self._high = np.empty(most_entries, np.uint64)
-        self._low_view, self._high_view = self._low.data, self._high.data
+        self.low = np.empty(most_entries, np.uint64)
+        self.high = np.empty(most_entries, np.uint64)
+        self._low_view, self._high_view = self.low.data, self.high.data
         self._set_places(np.full(_LEAST_PLACES, _EMPTY, np.int32))
         self.linked = 0
         """Keys in the table."""
 
     def _set_places(self, places: npt.NDArray[np.int32]) -> None:
-        self._places = places
+        self.places = places
         self._view = places.data
         self._mask = len(places) - 1
 
     @property
     def places_bytes(self) -> int:
         """Of the table of numbers."""
-        return self._places.nbytes
+        return self.places.nbytes
 
     @property
     def growth_bytes(self) -> int:
         """What the next `link` adds to it."""
-        return self._places.nbytes if self._full else 0
+        return self.places.nbytes if self._full else 0
 
     def growth_for(self, count: int) -> int:
         """What linking so many adds."""
-        places = len(self._places)
+        places = len(self.places)
         while 2 * (self.linked + count) > places:
             places *= 2
-        return 4 * places - self._places.nbytes
+        return 4 * places - self.places.nbytes
 
     @property
     def _full(self) -> bool:
-        return 2 * self.linked >= len(self._places)
+        return 2 * self.linked >= len(self.places)
 
     def find(self, key: Key) -> int:
         """The key's number, or −1."""
@@ -94,14 +94,14 @@ class KeyTable:
         """The same for keys as columns of their two kept halves."""
         mask = np.uint64(self._mask)
         place = (low & mask).astype(np.int64)
-        found = self._places[place].astype(np.int64)
+        found = self.places[place].astype(np.int64)
         # Those that met another key look one place further, all at once, until they are few.
-        wrong = ((found >= 0) & ((self._low[found] != low) | (self._high[found] != high))).nonzero()[0]
+        wrong = ((found >= 0) & ((self.low[found] != low) | (self.high[found] != high))).nonzero()[0]
         while len(wrong) > _TAIL:
             place[wrong] = (place[wrong] + 1) & self._mask
-            there = self._places[place[wrong]].astype(np.int64)
+            there = self.places[place[wrong]].astype(np.int64)
             found[wrong] = there
-            differs = (there >= 0) & ((self._low[there] != low[wrong]) | (self._high[there] != high[wrong]))
+            differs = (there >= 0) & ((self.low[there] != low[wrong]) | (self.high[there] != high[wrong]))
             wrong = wrong[differs]
         view, lows, highs = self._view, self._low_view, self._high_view
         for at in wrong.tolist():
@@ -129,9 +129,9 @@ class KeyTable:
 
     def link_many(self, low: npt.NDArray[np.uint64], high: npt.NDArray[np.uint64], entries: Entries) -> None:
         """The same for halves of different keys, none of which has a number."""
-        while 2 * (self.linked + len(entries)) > len(self._places):
+        while 2 * (self.linked + len(entries)) > len(self.places):
             self._grow()
-        self._low[entries], self._high[entries] = low, high
+        self.low[entries], self.high[entries] = low, high
         self._settle(entries)
         self.linked += len(entries)
 
@@ -151,18 +151,18 @@ class KeyTable:
         self.linked -= 1
 
     def _grow(self) -> None:
-        entries = self._places[self._places >= 0].astype(np.int64)
-        self._set_places(np.full(2 * len(self._places), _EMPTY, np.int32))
+        entries = self.places[self.places >= 0].astype(np.int64)
+        self._set_places(np.full(2 * len(self.places), _EMPTY, np.int32))
         self._settle(entries)
 
     def _settle(self, entries: Entries) -> None:
         """Put linked entries into the table: everyone takes its place if it is free; of several one wins, the others
         go on to the next place."""
-        place = (self._low[entries] & np.uint64(self._mask)).astype(np.int64)
+        place = (self.low[entries] & np.uint64(self._mask)).astype(np.int64)
         while len(entries) > _TAIL:
-            free = self._places[place] < 0
-            self._places[place[free]] = entries[free]
-            lost = self._places[place] != entries
+            free = self.places[place] < 0
+            self.places[place[free]] = entries[free]
+            lost = self.places[place] != entries
             entries, place = entries[lost], (place[lost] + 1) & self._mask
         view = self._view
         for entry, spot in zip(entries.tolist(), place.tolist(), strict=True):

@@ -14,6 +14,8 @@ from headrace.router.cost.decode import DecodeCost
 from headrace.router.cost.loading import LoadingRates, Source
 from headrace.router.cost.prefill import PrefillBatch, PrefillCost
 from headrace.router.fleet import Amount, Fleet
+from headrace.router.native.build import NativeRouter
+from headrace.router.native.pair import NativePair
 from headrace.router.topology import RankId, Role
 from headrace.services.router.settings import BalanceSection
 from headrace.v1 import common_pb2, prefill_pb2
@@ -25,7 +27,8 @@ DECODE_ROWS = 8
 class Balance:
     """Costs and balancers over one fleet."""
 
-    def __init__(self, fleet: Fleet, settings: BalanceSection) -> None:
+    def __init__(self, fleet: Fleet, settings: BalanceSection, native: NativeRouter | None = None) -> None:
+        """`native`: finds the first pair of each request; None: Python does."""
         self._fleet = fleet
         self.prefill_cost = PrefillCost()
         self.decode_cost = DecodeCost()
@@ -38,12 +41,14 @@ class Balance:
         )
         self.decode = Joint(fleet, self.decode_cost, DecodePolicy(objective_s=_seconds(settings.token_objective_ms)))
         self.conditional = Conditional(fleet, self.decode, ConditionalPolicy(settings.compute_at_decode_tokens))
+        balancer = NewWork(fleet, self.prefill_cost, self.rates, prefill, Pending())
         self.pairs = JointPair(
             fleet,
-            NewWork(fleet, self.prefill_cost, self.rates, prefill, Pending()),
+            balancer,
             self.decode,
             PairPolicy(kv_bytes_per_token=settings.kv_bytes_per_token, neighbours=settings.neighbours),
             Links(bytes_per_s=settings.link_gbits * GIGABIT),
+            None if native is None else NativePair(native, fleet, balancer, self.decode),
         )
 
     def learn(self, rank: RankId, load: common_pb2.LoadReport, now: float) -> None:

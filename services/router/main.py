@@ -9,6 +9,7 @@ from pathlib import Path
 
 from headrace.router.admission import Admission, AdmissionLimits, Cause
 from headrace.router.balancers.encoder import CachedImages
+from headrace.router.native.build import NativeRouter, NativeUnavailable, load_native
 from headrace.router.topology import Role
 from headrace.services.router.admission import AdmissionDesk
 from headrace.services.router.attempt import Attempts
@@ -24,6 +25,7 @@ from headrace.services.router.snapshots import SnapshotPlanner
 from headrace.services.router.store_lookup import open_lookup
 from headrace.services.router.tenants import Tenants
 from headrace.services.router.workers import Workers
+from headrace.services.runtime import logs
 from headrace.services.runtime.control import Inspection, conservation
 from headrace.services.runtime.engine_errors import translate
 from headrace.services.runtime.lifecycle import Lifecycle, run_service
@@ -40,6 +42,8 @@ from headrace.v1 import (
     registry_pb2,
     registry_pb2_grpc,
 )
+
+_log = logs.get(__name__)
 
 
 def run(settings: RouterSettings) -> int:
@@ -58,13 +62,14 @@ def run(settings: RouterSettings) -> int:
 async def _start(settings: RouterSettings, folder: Path, tenants: Tenants, life: Lifecycle) -> None:
     process = ServiceProcess(settings, life, translate)
     model = await asyncio.to_thread(load_served_model, settings.model.name, folder, settings.router.protocol)
-    workers = Workers(settings, process.peer, process.clock)
+    native = await asyncio.to_thread(_native)
+    workers = Workers(settings, process.peer, process.clock, native)
     life.on_close("workers", workers.close)
     waits = process.metrics.histogram("admission_wait_seconds", "Time in the queue before the first turn")
     desk = AdmissionDesk(Admission(_limits(settings)), process.clock, waits.observe)
     workers.on_news = desk.news
     life.spawn(desk.run(), "admission-clock")
-    prefixes = Prefixes(settings.index, workers.fleet.numbers, process.clock, open_lookup(settings.index))
+    prefixes = Prefixes(settings.index, workers.fleet.numbers, process.clock, open_lookup(settings.index), native)
     life.on_close("prefixes", prefixes.close)
     workers.on_joined, workers.on_left = prefixes.joined, prefixes.left
     snapshots = SnapshotPlanner(settings, model)
@@ -108,6 +113,15 @@ async def _start(settings: RouterSettings, folder: Path, tenants: Tenants, life:
     await process.serve(inspect, lambda: len(generation.live), process.replica, caches, tenants.operator)
     life.spawn(workers.follow(registry), "membership-watch")
     await process.join(process.replica(), _canary, registry)
+
+
+def _native() -> NativeRouter | None:
+    """The C++ part of decisions. Without a compiler Python decides the same, several times slower, which is told."""
+    try:
+        return load_native()
+    except NativeUnavailable as reason:
+        _log.warning("decisions are made in Python, which is slower", reason=str(reason))
+        return None
 
 
 def _registry(settings: RouterSettings, process: ServiceProcess) -> Registry:

@@ -13,6 +13,7 @@ from typing import Final
 from headrace.router.index.base import HolderTier, PrefixMatch, no_match
 from headrace.router.index.index import BlockIndex
 from headrace.router.index.store_view import StoreQuestion, StoreView
+from headrace.router.native.build import NativeRouter
 from headrace.router.ranks import RankNumbers
 from headrace.router.request import RoutingRequest
 from headrace.router.topology import RankId
@@ -37,6 +38,7 @@ class Prefixes:
         numbers: RankNumbers,
         clock: Clock,
         lookup: StoreLookup | None,
+        native: NativeRouter | None = None,
     ) -> None:
         self._numbers = numbers
         self._block_tokens = 1
@@ -45,7 +47,7 @@ class Prefixes:
         self.lookup = lookup
         self._deadline_s = settings.deadline_ms / 1000
         self._most_keys = settings.lookup_keys
-        self.index = BlockIndex(int(settings.budget_bytes))
+        self.index = BlockIndex(int(settings.budget_bytes), native)
         self.view = StoreView(settings.store_view_entries, settings.present_seconds, settings.absent_seconds)
         self.feed = CacheFeed(self.index, self.view, clock)
         self._asking: set[asyncio.Task[None]] = set()

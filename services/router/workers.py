@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from headrace.router.fleet import Fleet
+from headrace.router.native.build import NativeRouter
 from headrace.router.ranks import RankNumbers
 from headrace.router.reports import Report
 from headrace.router.topology import Candidate, RankId, Role
@@ -57,7 +58,10 @@ class ModelGroup:
 class Workers:
     """Follows the registry. Everything here belongs to the event loop's thread."""
 
-    def __init__(self, settings: RouterSettings, router: common_pb2.PeerId, clock: Clock) -> None:
+    def __init__(
+        self, settings: RouterSettings, router: common_pb2.PeerId, clock: Clock, native: NativeRouter | None = None
+    ) -> None:
+        """`native`: the C++ part of decisions; None: Python decides."""
         self._settings = settings
         self._router = router
         self._clock = clock
@@ -67,7 +71,7 @@ class Workers:
             half_life_s=settings.balance.half_life_seconds,
             settle_s=SETTLE_S,
         )
-        self.balance = Balance(self.fleet, settings.balance)
+        self.balance = Balance(self.fleet, settings.balance, native)
         self._workers: dict[tuple[str, str], Worker] = {}
         self.on_joined: Callable[[Worker], None] = lambda worker: None
         self.on_left: Callable[[Worker], None] = lambda worker: None

@@ -244,7 +244,7 @@ def test_pending_is_bounded() -> None:
 @given(st.integers(0, 3000))
 def test_places_are_few_and_dense_enough(blocks: int) -> None:
     found = places(blocks)
-    assert found == sorted(set(found), reverse=True)
+    assert list(found) == sorted(set(found), reverse=True)
     assert len(found) <= 40
     for length in range(1, blocks + 1, max(1, blocks // 50)):
         assert max(place for place in found if place <= length) >= 0.75 * length

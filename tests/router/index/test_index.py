@@ -15,9 +15,13 @@ from headrace.kvcache.keys import Key
 from headrace.router.index.base import HolderTier, PrefixMatch, StorePrefix
 from headrace.router.index.index import LEAST_BUDGET, BlockIndex
 from headrace.router.index.twin import TwinIndex
+from headrace.router.native.build import NativeRouter
+from tests.router.native.libraries import LIBRARIES
 
 BUDGET = 1 << 20
 BOTH = HolderTier.DEVICE | HolderTier.HOST
+in_both = pytest.mark.parametrize("library", LIBRARIES)
+"""As Python matches prompts, and as C++ does."""
 TIERS = (HolderTier.DEVICE, HolderTier.HOST, BOTH)
 
 
@@ -60,6 +64,7 @@ def changes(draw: st.DrawFn) -> tuple[str, int, HolderTier, Sequence[Key]]:
     return kind, holder, tier, keys[begin : draw(st.integers(begin, len(keys)))]
 
 
+@in_both
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(changes(), max_size=25),
@@ -68,10 +73,14 @@ def changes(draw: st.DrawFn) -> tuple[str, int, HolderTier, Sequence[Key]]:
     st.frozensets(st.integers(1, 70), max_size=5),
 )
 def test_matches_its_twin(
-    steps: list[tuple[str, int, HolderTier, Sequence[Key]]], limit: int, stored: int, ends: frozenset[int]
+    library: NativeRouter | None,
+    steps: list[tuple[str, int, HolderTier, Sequence[Key]]],
+    limit: int,
+    stored: int,
+    ends: frozenset[int],
 ) -> None:
     """L4, L24: whatever was stored, removed and cleared in whatever order, both say the same of every prompt."""
-    index, twin = BlockIndex(BUDGET), TwinIndex()
+    index, twin = BlockIndex(BUDGET, library), TwinIndex()
     for kind, holder, tier, keys in steps:
         if kind == "many":
             for each in range(holder):
@@ -93,8 +102,9 @@ def test_matches_its_twin(
                 same(index.match(of.blocks, snapshots, limit, store), twin.match(of.blocks, snapshots, limit, store))
 
 
-def test_says_nothing_of_what_it_does_not_know() -> None:
-    index = BlockIndex(BUDGET)
+@in_both
+def test_says_nothing_of_what_it_does_not_know(library: NativeRouter | None) -> None:
+    index = BlockIndex(BUDGET, library)
     index.ranks = 3
     match = index.match(LONG.blocks, LONG.snapshots, 100)
     assert match.shared == 0
@@ -102,19 +112,21 @@ def test_says_nothing_of_what_it_does_not_know() -> None:
     assert index.match((), None, 100, StorePrefix(5)).shared == 0
 
 
-def test_reaches_with_own_and_lent_blocks_together() -> None:
+@in_both
+def test_reaches_with_own_and_lent_blocks_together(library: NativeRouter | None) -> None:
     """L4: the usable length counts every place that a block can come from: device, a peer's host memory, the store."""
-    index = BlockIndex(BUDGET)
+    index = BlockIndex(BUDGET, library)
     index.stored(0, HolderTier.DEVICE, SHORT.blocks[2:4])
     index.stored(1, HolderTier.HOST, SHORT.blocks[4:5])
     match = index.match(SHORT.blocks, None, 6, StorePrefix(2))
     assert (match.shared, match.local.tolist(), match.reach().tolist()) == (2, [0, 0], [5, 2])
 
 
+@in_both
 @pytest.mark.parametrize("layout", ["blocks", "snapshots"])
-def test_never_uses_more_than_the_limit(layout: str) -> None:
+def test_never_uses_more_than_the_limit(layout: str, library: NativeRouter | None) -> None:
     """L4: bounded replay, or the last token that has to be computed."""
-    index = BlockIndex(BUDGET)
+    index = BlockIndex(BUDGET, library)
     index.stored(0, BOTH, SHORT.blocks + SHORT.snapshots)
     match = index.match(
         SHORT.blocks, SHORT.snapshots if layout == "snapshots" else None, 4, StorePrefix(6, frozenset({5, 6}))
@@ -167,9 +179,10 @@ def test_stays_inside_its_byte_budget(seed: int, holders: int) -> None:
     assert index.keys == len(kept)
 
 
-def test_forgets_the_longest_unused_first() -> None:
+@in_both
+def test_forgets_the_longest_unused_first(library: NativeRouter | None) -> None:
     """L24: a prompt that is asked for stays; of a chain the end leaves before the beginning."""
-    index = BlockIndex(LEAST_BUDGET)
+    index = BlockIndex(LEAST_BUDGET, library)
     old, used = prompt("old", 40), prompt("used", 40)
     index.stored(0, HolderTier.DEVICE, used.blocks)
     index.stored(0, HolderTier.DEVICE, old.blocks)
