@@ -1,34 +1,24 @@
-"""Compile the C++ sources once per machine and load them; no build step at install, no Python headers.
+"""The kernels' library, compiled at first use (compiler.py) and loaded.
 
-The library is kept in the user's cache under a name that covers sources, flags, compiler and processor, so that a home
-directory shared by unlike machines is safe. It uses the OpenMP runtime that torch brought, found in the process: a
-second runtime would keep a second team of threads spinning on the same cores.
+It uses the OpenMP runtime that torch brought, found in the process: a second runtime would keep a second team of
+threads spinning on the same cores.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 
-_SOURCES = Path(__file__).parent
-_UNIT = "mla.cpp"
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-math-errno", "-shared")
+from headrace.kernels.native.compiler import NativeUnavailable, compiled
 
-
-class NativeUnavailable(RuntimeError):
-    """The C++ kernels cannot be used here; the message says why. The torch reference does the same, slower."""
+_UNIT = Path(__file__).parent / "mla.cpp"
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-math-errno")
+"""-fopenmp compiles the pragmas; linking without it leaves the runtime to the process (torch's)."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +29,6 @@ class NativeLibrary:
     path: Path
 
 
-def cache_directory() -> Path:
-    """$HEADRACE_CACHE, else $XDG_CACHE_HOME/headrace, else ~/.cache/headrace."""
-    if own := os.environ.get("HEADRACE_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
-
-
 @cache
 def load_native() -> NativeLibrary:
     """Build if needed and load. Takes about 10 s the first time, milliseconds later.
@@ -53,12 +36,7 @@ def load_native() -> NativeLibrary:
     Raises:
         NativeUnavailable: no compiler (g++ or $CXX), it failed, or torch's OpenMP runtime was not found.
     """
-    compiler = os.environ.get("CXX") or shutil.which("g++")
-    if compiler is None:
-        raise NativeUnavailable("no C++ compiler: install g++, or run with native_kernels = false")
-    path = cache_directory() / "native" / f"mla-{_digest(compiler)}.so"
-    if not path.is_file():
-        _compile(compiler, path)
+    path = compiled(_UNIT, _FLAGS, without="run with native_kernels = false")
     _share_openmp()
     try:
         library = NativeLibrary(ctypes.CDLL(str(path)), path)
@@ -115,51 +93,6 @@ def _self_test(library: NativeLibrary) -> None:
     x = torch.linspace(-80, 20, 64)
     if not (native_exp(library, x) / x.double().exp() - 1).abs().max() <= 1e-6:
         raise NativeUnavailable(f"{library.path} computes a wrong exponential")
-
-
-def _digest(compiler: str) -> str:
-    digest = hashlib.sha256()
-    for source in sorted((*_SOURCES.glob("*.h"), *_SOURCES.glob("*.cpp"))):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    digest.update("\0".join((*_FLAGS, version, platform.machine(), _processor())).encode())
-    return digest.hexdigest()[:24]
-
-
-def _processor() -> str:
-    """What -march=native looks at: model and feature flags of the first processor."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(line for line in text.split("\n\n")[0].splitlines() if line.startswith(wanted))
-
-
-def _compile(compiler: str, path: Path) -> None:
-    """One process compiles, others wait; the file appears whole."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = (path.parent / ".lock").open("w")
-    except OSError as error:
-        raise NativeUnavailable(f"cannot write to {path.parent}: {error}; set HEADRACE_CACHE") from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if path.is_file():
-            return
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            fresh = Path(folder) / path.name
-            # -fopenmp compiles the pragmas; linking without it leaves the runtime to the process (torch's).
-            unit = Path(folder) / "unit.o"
-            compile_flags = [flag for flag in _FLAGS if flag != "-shared"]
-            for command in (
-                [compiler, *compile_flags, "-c", str(_SOURCES / _UNIT), "-o", str(unit)],
-                [compiler, "-shared", str(unit), "-o", str(fresh)],
-            ):
-                done = subprocess.run(command, capture_output=True, text=True, check=False)
-                if done.returncode != 0:
-                    raise NativeUnavailable(f"`{' '.join(command)}` failed: {done.stderr.strip()[-2000:]}")
-            os.replace(fresh, path)
 
 
 def _share_openmp() -> None:

@@ -47,6 +47,11 @@ class StoreFile(ABC):
         OSError the bytes may still land later: nothing else is ever written to that place; the writer goes on in
         another file."""
 
+    @property
+    def descriptor(self) -> int:
+        """Of a layer with `descriptors`."""
+        raise AttributeError(f"a {type(self).__name__} is no file descriptor")
+
     @abstractmethod
     def preadv(self, buffers: Sequence[memoryview], offset: int, deadline: float | None = None) -> int:
         """Bytes read; fewer than asked at the end of the file (and, on 3FS, where a hole reaches to the end of what
@@ -74,6 +79,9 @@ class StoreFile(ABC):
 class FileLayer(ABC):
     """A root directory."""
 
+    descriptors: bool = False
+    """Its files are file descriptors (`StoreFile.descriptor`), and a pwritev of one is all that a write is: it may be
+    done elsewhere than in StoreFile.pwritev."""
     names_lag: bool = False
     """A file that another host has made may be denied for a while (a mount that remembers missing names): ENOENT is
     then no evidence that it is gone."""

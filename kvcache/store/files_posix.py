@@ -21,6 +21,10 @@ class PosixFile(StoreFile):
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
+    @property
+    def descriptor(self) -> int:
+        return self._descriptor
+
     def pwritev(self, buffers: Sequence[memoryview], offset: int) -> int:
         written = 0
         for start in range(0, len(buffers), _IOV_MAX):
@@ -70,6 +74,8 @@ class PosixFile(StoreFile):
 class PosixFileLayer(FileLayer):
     """Files below `root`, which is made if it is not there. Deadlines are not kept: a local disk answers when it
     answers, and the caller of a read gives up by itself."""
+
+    descriptors = True
 
     def __init__(self, root: Path) -> None:
         self.root = root

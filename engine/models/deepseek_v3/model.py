@@ -15,7 +15,7 @@ from headrace.engine.models.deepseek_v3.moe import DenseFFN, MoE
 from headrace.engine.models.deepseek_v3.native import native_decoder, native_step
 from headrace.engine.models.deepseek_v3.plan import StepPlan, plan_step, rope_tables
 from headrace.engine.weights import Weights
-from headrace.kernels.native.build import NativeUnavailable
+from headrace.kernels.native.compiler import NativeUnavailable
 from headrace.kernels.native.mla import NativeDecoder
 from headrace.kernels.ops import Operators
 from headrace.kernels.select import select

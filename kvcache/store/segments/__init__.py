@@ -6,8 +6,10 @@ Bytes    record.py      a record                sidecar.py        footer and `.i
          names.py       where a segment lies    recovery.py       what a segment tells
          records.py     what all of them tell   scrub.py          whether all of it is whole
 Writing  intake.py      what is accepted        pending.py        accepted, not yet durable
+         copies.py      into memory of ours     writes.py         threads that write runs
          writer.py      queue → segments        groups.py         what it hands on
          open_segment.py  append, sync, seal    commit.py         sync → index → events
+         native/        copies and writes in C++
 Reading  reads.py       what may be shown       reader.py         rows → verified payloads
          handles.py     open files              buffers.py        memory for direct IO
 Leaving  sweeper.py     expiry, the election    unlinking.py      out of sight, then off the disk

@@ -31,13 +31,14 @@ def page_aligned(size: int) -> mmap.mmap:
 class Buffer:
     """`size` bytes, page-aligned; what is in them is left from their last use."""
 
-    __slots__ = ("_array", "size", "start", "view")
+    __slots__ = ("_array", "address", "size", "start", "view")
 
-    def __init__(self, view: memoryview, array: npt.NDArray[np.uint8], start: int) -> None:
-        """`start`: place in the arena."""
+    def __init__(self, view: memoryview, array: npt.NDArray[np.uint8], start: int, address: int) -> None:
+        """`start`: place in the arena; `address`: in memory, for C++ while this buffer is taken."""
         self.view = view
         self.size = len(view)
         self.start = start
+        self.address = address
         self._array = array
 
     @property
@@ -54,6 +55,7 @@ class BufferPool:
         mapping = page_aligned(self._limit)
         self._view = memoryview(mapping)
         self._array: npt.NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
+        self._address = self._array.ctypes.data
         self._changed = threading.Condition()
         self._starts = [0]
         """Free extents, sorted, none touching the next; `_ends` beside it."""
@@ -87,7 +89,7 @@ class BufferPool:
                 if left <= 0 or not self._changed.wait(left):
                     return None
             self._taken += size
-        return Buffer(self._view[start : start + size], self._array[start : start + size], start)
+        return Buffer(self._view[start : start + size], self._array[start : start + size], start, self._address + start)
 
     def take_now(self, sizes: Iterable[int]) -> list[Buffer]:
         """Buffers of these sizes, in order, as far as there is room now."""

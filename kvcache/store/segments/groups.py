@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headrace.kvcache.store.segments.buffers import Buffer
 from headrace.kvcache.store.segments.open_segment import OpenSegment
 from headrace.kvcache.store.segments.pending import Pending
 
@@ -63,7 +64,8 @@ class Run:
     segment: OpenSegment
     pendings: Sequence[Pending]
     offset: int
-    views: Sequence[memoryview]
+    buffers: Sequence[Buffer]
+    """The whole records, a checksum of each header missing."""
 
 
 def offset_of(pending: Pending) -> int:

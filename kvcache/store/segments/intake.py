@@ -7,27 +7,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from headrace.kvcache.entries import EntryInfo, Loaded, RetentionClass
 from headrace.kvcache.index.base import Index, IndexRow, IndexUnavailable
 from headrace.kvcache.keys import Key
 from headrace.kvcache.store.base import PutEntry, PutTicket, WallClock
 from headrace.kvcache.store.retention.classes import expired
 from headrace.kvcache.store.segments.buffers import Buffer, BufferPool
+from headrace.kvcache.store.segments.copies import fill
 from headrace.kvcache.store.segments.counters import Counters
 from headrace.kvcache.store.segments.names import Bucket
 from headrace.kvcache.store.segments.pending import Pending, Ticket, WriteQueue
-from headrace.kvcache.store.segments.record import HEADER_BYTES, record_bytes
+from headrace.kvcache.store.segments.record import record_bytes
 from headrace.kvcache.store.segments.settings import ExpiryBuckets
-
-_COPY_LOCKED = 256 << 10
-_ZERO_PAGE = bytes(HEADER_BYTES)
 
 _log = logging.getLogger(__name__)
 
-_HANDED_OVER = 16
-"""Records that are handed to the writer at once: about one pwritev of blocks."""
+_FIRST = 16
+"""Records of a put that are handed to the writer before the others: about one pwritev of blocks."""
 
 Room = Callable[[bytes], float]
 """Record bytes that a tenant, by its tag, may add now."""
@@ -41,20 +37,6 @@ class Again:
     retention: RetentionClass
     end: int | None = None
     """Its expiry bucket; None: the one of now."""
-
-
-def fill(buffer: Buffer, payload: bytes | memoryview, length: int) -> None:
-    """Payload behind the header's page, zeros around it: nothing of an earlier record is written again (L25).
-
-    A block is copied under the interpreter lock: that takes 25 µs, and getting the lock back from a busy process took
-    100 µs and more (measured). A snapshot is copied by numpy without it."""
-    end = HEADER_BYTES + length
-    buffer.view[:HEADER_BYTES] = _ZERO_PAGE
-    if length <= _COPY_LOCKED:
-        buffer.view[HEADER_BYTES:end] = payload
-    else:
-        buffer.array[HEADER_BYTES:end] = np.frombuffer(payload, dtype=np.uint8)
-    buffer.view[end:] = _ZERO_PAGE[: buffer.size - end]
 
 
 class Intake:
@@ -102,26 +84,39 @@ class Intake:
         if refused:
             self._entries.release([entries[place].info.key for place in refused])
             self._counters.add(refused_full=len(refused))
-        buckets = {
-            retention: self._buckets.bucket(retention, now)
-            for retention in {entries[place].info.retention for place in places}
-        }
-        ready: list[Pending] = []
-        for place, buffer in zip(places, buffers, strict=False):
-            info = entries[place].info
-            fill(buffer, entries[place].payload, info.length)
-            bucket = Bucket(info.namespace, info.retention, buckets[info.retention])
-            ready.append(Pending(info, bucket, buffer, buffer.size, ticket, place, None, epoch))
-            if len(ready) == _HANDED_OVER:  # the disk has work while the rest is copied
-                self._entries.add(ready)
-                ready = []
-        self._entries.add(ready)
+        # The disk has work while the rest is copied.
+        for part in (slice(0, _FIRST), slice(_FIRST, len(buffers))):
+            if buffers[part]:
+                self._accept(entries, places[part], buffers[part], ticket, epoch, now)
         accepted = [False] * len(entries)
         for place in places[: len(buffers)]:
             accepted[place] = True
         ticket.settle_many([place for place, taken in enumerate(accepted) if not taken], False)
         ticket.seal()
         return PutTicket(tuple(accepted), ticket.durable)
+
+    def _accept(
+        self,
+        entries: Sequence[PutEntry],
+        places: Sequence[int],
+        buffers: Sequence[Buffer],
+        ticket: Ticket,
+        epoch: int,
+        now: float,
+    ) -> None:
+        """Copy the entries at these places and queue them."""
+        places = places[: len(buffers)]
+        fill(buffers, [entries[place].payload for place in places])
+        buckets: dict[tuple[bytes, RetentionClass], Bucket] = {}
+        ready: list[Pending] = []
+        for place, buffer in zip(places, buffers, strict=True):
+            info = entries[place].info
+            of = info.namespace, info.retention
+            bucket = buckets.get(of)
+            if bucket is None:
+                bucket = buckets[of] = Bucket(*of, self._buckets.bucket(info.retention, now))
+            ready.append(Pending(info, bucket, buffer, buffer.size, ticket, place, None, epoch))
+        self._entries.add(ready)
 
     def _new_ones(self, entries: Sequence[PutEntry], now: float) -> list[int]:
         """Places of the entries that are to be written; their keys are claimed. Counts why the others are not."""
@@ -170,7 +165,7 @@ class Intake:
                     self._counters.add(refused_full=1)
                     taken = False
                 else:
-                    fill(buffer, entry.payload, info.length)
+                    fill([buffer], [entry.payload])
                     bucket = Bucket(info.namespace, info.retention, end)
                     self._entries.add([Pending(info, bucket, buffer, buffer.size, ticket, place, again.row, epoch)])
             if not taken:

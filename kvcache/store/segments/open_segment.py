@@ -86,6 +86,11 @@ class OpenSegment:
             files.unlink(self.path)
             raise
 
+    @property
+    def descriptor(self) -> int:
+        """Of the file, over a layer with descriptors. Whoever writes there sets `broken` when that fails."""
+        return self._file.descriptor
+
     def fits(self, size: int) -> bool:
         """Whether a record of that many bytes, and a footer, still fit. An empty segment takes any record."""
         return not self.broken and (self._assigned == 0 or self._assigned + size + ALIGN <= self._size)

@@ -21,6 +21,8 @@ MAGIC = b"HRSEGREC"
 VERSION = 1
 
 _FIELDS = struct.Struct("<8sHHBBHIQQQQ32s32s32s16s16s16s")
+FIELD_BYTES = _FIELDS.size
+"""Of a header page; zeros follow them up to the checksum."""
 _CRC = struct.Struct("<I")
 _CRC_AT = HEADER_BYTES - _CRC.size
 _ZEROS = bytes(_CRC_AT - _FIELDS.size)
@@ -86,8 +88,8 @@ class Header:
         return self.offset + record_bytes(self.info.length)
 
 
-def write_header(header: Header, page: memoryview) -> None:
-    """Fill the first 4 KiB of a record; `page` has 4,096 bytes, zero behind the fields."""
+def write_fields(header: Header, page: memoryview) -> None:
+    """All of a header but its checksum (`stamp_header`); `page` is zero behind the fields."""
     info = header.info
     _FIELDS.pack_into(
         page,
@@ -110,7 +112,17 @@ def write_header(header: Header, page: memoryview) -> None:
         info.tenant_tag,
         header.segment_id,
     )
-    _CRC.pack_into(page, _CRC_AT, header_crc(page[: _FIELDS.size]))
+
+
+def stamp_header(page: memoryview) -> None:
+    """The checksum of a header whose fields are in `page`."""
+    _CRC.pack_into(page, _CRC_AT, header_crc(page[:FIELD_BYTES]))
+
+
+def write_header(header: Header, page: memoryview) -> None:
+    """Fill the first 4 KiB of a record; `page` has 4,096 bytes, zero behind the fields."""
+    write_fields(header, page)
+    stamp_header(page)
 
 
 def read_header(page: memoryview) -> Header | None:

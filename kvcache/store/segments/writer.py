@@ -21,8 +21,9 @@ from headrace.kvcache.store.segments.names import Bucket, SegmentName
 from headrace.kvcache.store.segments.open_segment import OpenSegment
 from headrace.kvcache.store.segments.own_segments import OwnSegments
 from headrace.kvcache.store.segments.pending import Pending, WriteQueue
-from headrace.kvcache.store.segments.record import ALIGN, HEADER_BYTES, Header, write_header
+from headrace.kvcache.store.segments.record import ALIGN, Header, write_fields
 from headrace.kvcache.store.segments.settings import SegmentSettings
+from headrace.kvcache.store.segments.writes import open_writes
 
 _log = logging.getLogger(__name__)
 _MAX_RUN = 512
@@ -39,6 +40,11 @@ Fail = Callable[[Sequence[Pending], str], None]
 
 def _alike(a: Bucket, b: Bucket) -> bool:
     return a.namespace == b.namespace and a.retention == b.retention
+
+
+def _unexpected(failure: Exception) -> Exception | None:
+    """What deserves its trace in the log: no disk's answer, but a mistake of ours."""
+    return None if isinstance(failure, OSError) else failure
 
 
 def cause_of(error: OSError) -> str:
@@ -86,20 +92,16 @@ class SegmentWriter:
         self._number = 0
         self._sequence = 0
         self._group = Group()
-        self._runs: queue.Queue[Run | None] = queue.Queue(maxsize=2 * settings.write_threads)
+        self._writes = open_writes(files, settings.write_threads, self._ended)
         self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
-        self._workers = [
-            threading.Thread(target=self._work, name=f"store-write-{number}", daemon=True)
-            for number in range(settings.write_threads)
-        ]
 
     def start(self) -> None:
-        for thread in (self._thread, *self._workers):
-            thread.start()
+        self._writes.start()
+        self._thread.start()
 
     def join(self) -> None:
-        for thread in (self._thread, *self._workers):
-            thread.join()
+        self._thread.join()
+        self._writes.join()
 
     def rotate(self, namespace: bytes | None = None, then: Callable[[], None] = lambda: None) -> Rotation:
         """Whatever is assigned from now on, of that namespace or of all, goes into new segments; `then` happens at the
@@ -147,8 +149,7 @@ class SegmentWriter:
         self._collect_retired()
         self._cut()
         self.groups.put(None)
-        for _ in self._workers:
-            self._runs.put(None)
+        self._writes.close()
 
     def _collect_retired(self) -> None:
         with self._lock:
@@ -251,33 +252,28 @@ class SegmentWriter:
                 start, size = end, 0
 
     def _dispatch(self, segment: OpenSegment, pendings: Sequence[Pending]) -> None:
-        views = []
+        buffers = []
         for pending in pendings:
             if pending.header is None or pending.buffer is None:
                 raise AssertionError("a placed record has its header and its bytes")
-            write_header(pending.header, pending.buffer.view[:HEADER_BYTES])
-            views.append(pending.buffer.view[: pending.size])
+            write_fields(pending.header, pending.buffer.view)
+            buffers.append(pending.buffer)
         for pending in pendings:
             pending.dispatched = True
         self._group.begin()
-        self._runs.put(Run(self._group, segment, pendings, offset_of(pendings[0]), views))
+        self._writes.submit(Run(self._group, segment, pendings, offset_of(pendings[0]), buffers))
 
-    def _work(self) -> None:
-        while (run := self._runs.get()) is not None:
-            written: Sequence[Pending] = ()
-            try:
-                run.segment.write(run.views, run.offset)
-                written = run.pendings
-            except OSError as error:
-                _log.error("%s takes no more writes: %s", run.segment.path, error)
-                self._lost(run.pendings, cause_of(error))
-            except Exception:  # noqa: BLE001 - the boundary: one bad write must not end all writing (L13)
-                _log.exception("%s takes no more writes", run.segment.path)
-                run.segment.broken = True
-                self._lost(run.pendings, "internal")
-            finally:
+    def _ended(self, run: Run, failure: Exception | None) -> None:
+        """Of a thread of the writes."""
+        try:
+            if failure is None:
                 self._give_back(run.pendings)
-                run.group.end(run.segment, written)
+            else:
+                run.segment.broken = True
+                _log.error("%s takes no more writes: %s", run.segment.path, failure, exc_info=_unexpected(failure))
+                self._lost(run.pendings, cause_of(failure) if isinstance(failure, OSError) else "internal")
+        finally:
+            run.group.end(run.segment, run.pendings if failure is None else ())
 
     def _lost(self, pendings: Sequence[Pending], cause: str) -> None:
         pendings = [pending for pending in pendings if not pending.settled]

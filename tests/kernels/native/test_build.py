@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from headrace.kernels.native import build
+from headrace.kernels.native import build, compiler
 
 
 def test_no_compiler_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message names what to install."""
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(build.shutil, "which", lambda name: None)
-    with pytest.raises(build.NativeUnavailable, match=r"install g\+\+"):
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
+    with pytest.raises(compiler.NativeUnavailable, match=r"install g\+\+"):
         build.load_native.__wrapped__()
 
 
@@ -21,14 +21,14 @@ def test_a_failing_compiler_is_a_typed_error(monkeypatch: pytest.MonkeyPatch, tm
     """What the compiler said is in the message; nothing half-built is left."""
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "false")
-    with pytest.raises(build.NativeUnavailable, match="failed"):
+    with pytest.raises(compiler.NativeUnavailable, match="failed"):
         build.load_native.__wrapped__()
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_the_name_covers_the_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_name_covers_the_sources(tmp_path: Path) -> None:
     """A changed source is another library."""
-    before = build._digest("true")
-    (tmp_path / "mla.cpp").write_text("// other")
-    monkeypatch.setattr(build, "_SOURCES", tmp_path)
-    assert build._digest("true") != before
+    (tmp_path / "unit.cpp").write_text("// one")
+    before = compiler.source_digest(tmp_path, "true", ())
+    (tmp_path / "unit.cpp").write_text("// other")
+    assert compiler.source_digest(tmp_path, "true", ()) != before

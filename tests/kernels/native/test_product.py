@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.kernels.native.build import NativeLibrary, NativeUnavailable, load_native, native_exp, native_product
+from headrace.kernels.native.build import NativeLibrary, load_native, native_exp, native_product
+from headrace.kernels.native.compiler import NativeUnavailable
 
 
 @pytest.fixture(scope="module")
