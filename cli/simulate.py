@@ -14,6 +14,7 @@ from headrace.cli.exits import CliError, Exit
 from headrace.cli.progress import progress_bar
 from headrace.cli.simulate_search import Cell, search_all, worker_count, worker_pool
 from headrace.cli.simulate_work import Job, load_trace, run
+from headrace.router.native.build import NativeUnavailable, load_native
 from headrace.router.simulate import engine_file, plots, scenario
 from headrace.router.simulate.policies import OURS, POLICIES, SAME_DECODE
 from headrace.router.simulate.run import Times
@@ -72,6 +73,10 @@ def simulate(options: SimulateOptions) -> int:
     for mode in options.modes:
         if mode not in MODES:
             raise CliError(f"--mode {mode} is none of {', '.join(MODES)}")
+    try:
+        load_native()
+    except NativeUnavailable as reason:
+        Console(stderr=True).print(f"Python decides, which takes several times as long: {reason}", highlight=False)
     began = time.monotonic()
     try:
         if options.load is not None or options.scenario is not None:

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cache
 
 import numpy as np
 
-from headrace.router.balancers.base import Choice, Pair
+from headrace.router.balancers.base import Pair
 from headrace.router.balancers.decode import DecodePolicy, Joint
 from headrace.router.balancers.pair import JointPair
 from headrace.router.balancers.pending import Pending
@@ -21,6 +22,8 @@ from headrace.router.cost.prefill import PrefillBatch, PrefillCost
 from headrace.router.fleet import Amount, Fleet
 from headrace.router.index.base import HolderTier, PrefixIndex, StorePrefix, no_match
 from headrace.router.index.index import BlockIndex
+from headrace.router.native.build import NativeRouter, NativeUnavailable, load_native
+from headrace.router.native.pair import NativePair
 from headrace.router.ranks import RankNumbers
 from headrace.router.reports import Report
 from headrace.router.request import RoutingRequest
@@ -31,11 +34,23 @@ from headrace.router.simulate.spec import Cluster
 from headrace.router.topology import Candidate, RankId, Role
 
 INDEX_BYTES = 1 << 30
+DATA_CENTRE = "dc"
+NOWHERE = Candidate(RankId("nowhere", "0"), Role.DECODE, DATA_CENTRE, "nowhere", 1 << 40, 0, 1, 1 << 40)
+"""Where requests go after prefill when decode is not simulated: so that pairs are chosen as ever."""
+
+
+@cache
+def native_part() -> NativeRouter | None:
+    """The C++ part of decisions, as in the service; None where it cannot be had and Python decides the same."""
+    try:
+        return load_native()
+    except NativeUnavailable:
+        return None
 
 
 def make_index() -> PrefixIndex:
     """The index of the service."""
-    return BlockIndex(INDEX_BYTES)
+    return BlockIndex(INDEX_BYTES, native_part())
 
 
 class HeadraceRouter:
@@ -60,7 +75,11 @@ class HeadraceRouter:
         self.rates = LoadingRates()
         self._prefill = NewWork(self._fleet, self._prefill_cost, self.rates, policy, Pending())
         self._decode = Joint(self._fleet, self._decode_cost, DecodePolicy())
-        self._pair = JointPair(self._fleet, self._prefill, self._decode)
+        native = native_part()
+        first = None if native is None else NativePair(native, self._fleet, self._prefill, self._decode)
+        self._pair = JointPair(self._fleet, self._prefill, self._decode, first=first)
+        if cluster.prefill_ranks and not cluster.decode_ranks:
+            self._fleet.put(NOWHERE.id.replica_id, NOWHERE.id.incarnation, [NOWHERE])
         self._store: SharedStore | None = None
         self._ranks: dict[RankId, int] = {}
         self._ids: dict[tuple[Role, int], RankId] = {}
@@ -69,10 +88,10 @@ class HeadraceRouter:
         """Last step of each prefill rank that the cost model has seen."""
         self._steps: dict[tuple[str, str], Floats] = {}
         """Of each decode replica: requests and KV tokens that its ranks told last, [2, ranks]."""
-        self._offers: dict[tuple[int, int], Choice | Pair | None] = {}
+        self._offers: dict[tuple[int, int], Pair | None] = {}
         """What was last offered, by ranks."""
         self._asked: RoutingRequest | None = None
-        self._offered: dict[str, Choice | Pair | None] = {}
+        self._offered: dict[str, Pair | None] = {}
         """By attempts in flight."""
 
     # --- members and what they tell ----------------------------------------------------------------------------
@@ -87,7 +106,7 @@ class HeadraceRouter:
         candidate = Candidate(
             id=name,
             role=role,
-            data_centre="dc",
+            data_centre=DATA_CENTRE,
             host=replica,
             rows=cluster.kv_tokens // self._block_tokens,
             slots=cluster.slots if decode else 0,
@@ -182,14 +201,11 @@ class HeadraceRouter:
             if self._store is not None:
                 shared = StorePrefix(self._store.leading(request.keys, limit, now))
             match = self._index.match(request.keys, None, limit, shared)
-        if not self._cluster.decode_ranks:
-            for choice in self._prefill.order(asked, match, now):
-                yield self._offer(self._ranks[choice.rank.id], -1, choice)
-            return
+        decode = bool(self._cluster.decode_ranks)
         for pair in self._pair.order(asked, match, now):
-            yield self._offer(self._ranks[pair.prefill.id], self._ranks[pair.decode.id], pair)
+            yield self._offer(self._ranks[pair.prefill.id], self._ranks[pair.decode.id] if decode else -1, pair)
 
-    def _offer(self, prefill: int, decode: int, offer: Choice | Pair | None) -> tuple[int, int]:
+    def _offer(self, prefill: int, decode: int, offer: Pair | None) -> tuple[int, int]:
         self._offers[prefill, decode] = offer
         return prefill, decode
 
@@ -201,13 +217,8 @@ class HeadraceRouter:
             self._fleet.begin(self._ids[Role.DECODE, attempt.decode_rank], attempt.key, amount, now)
         if offer is None or self._asked is None:
             return
-        if isinstance(offer, Pair):
-            self._pair.chosen(self._asked, offer, now)
-            source = offer.prefill.id
-        else:
-            self._prefill.note(self._asked, offer.rank, now)
-            source = offer.rank.id
-        self._fleet.begin(source, attempt.key, offer.prediction.amount, now)
+        self._pair.chosen(self._asked, offer, now)
+        self._fleet.begin(offer.prefill.id, attempt.key, offer.prediction.amount, now)
 
     def handed_over(self, attempt: Attempt, now: float) -> None:
         name = self._ids.get((Role.PREFILL, attempt.prefill_rank))

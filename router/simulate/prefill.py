@@ -189,17 +189,21 @@ class PrefillRank:
         self.steps += 1
         self.last_batch, self.last_step_s = self._running, self._running_s
         batch, self._batch = self._batch, []
-        for attempt, _ in batch:
-            if attempt.left == 0:
-                self._keep(attempt.request.keys)
-        for attempt, _ in batch:
-            if attempt.left == 0:
-                self._done(attempt)
+        done = [attempt for attempt, _ in batch if attempt.left == 0]
+        self._keep([attempt.request.keys for attempt in done])
+        for attempt in done:
+            self._done(attempt)
         self._start(self.life)
 
-    def _keep(self, keys: Sequence[bytes]) -> None:
-        stored, removed = self.cache.add(keys)
-        if self._store is not None:
-            self._store.add(stored, self._clock.now)
-        if stored or removed:
-            self._publish(self.number, stored, removed)
+    def _keep(self, prompts: Sequence[Sequence[bytes]]) -> None:
+        """They are in the cache now; the router is told in one event, as a worker tells it of a step."""
+        held: dict[bytes, bool] = {}
+        for keys in prompts:
+            stored, removed = self.cache.add(keys)
+            held |= dict.fromkeys(stored, True)
+            held |= dict.fromkeys(removed, False)
+            if self._store is not None:
+                self._store.add(stored, self._clock.now)
+        if held:
+            gone = [key for key, here in held.items() if not here]
+            self._publish(self.number, [key for key, here in held.items() if here] if gone else list(held), gone)
