@@ -131,15 +131,17 @@ def measure_service(progress: Phases, scratch: Path, options: object) -> dict[st
     """Over mock workers, said so by the names."""
     half = max(1, options.workers // 2)  # type: ignore[attr-defined]
     rounds, requests, streams = options.rounds, options.requests, options.streams  # type: ignore[attr-defined]
-    found: dict[str, JsonValue] = {"workers": f"{half} MockPrefill + {half} MockDecode: nothing is computed"}
+    found: dict[str, JsonValue] = {
+        "workers": f"{half} MockPrefill + {half} MockDecode: nothing is computed; loops hand over without gRPC"
+    }
     with (
-        service.mocked_cluster(scratch, half, half) as cluster,
+        service.mocked_cluster(scratch, half, half, commit_here=True) as cluster,
         progress.phase("requests passed", requests) as told,
     ):
         passed = service.passed(cluster, 32, requests, SHORT_PROMPT, told)
         found["passed"] = asdict(passed)
     with (
-        service.mocked_cluster(scratch, half, half, step_ms=10.0) as cluster,
+        service.mocked_cluster(scratch, half, half, step_ms=10.0, commit_here=True) as cluster,
         progress.phase("token events", 2 * streams) as told,
     ):
         cpu_ms = passed.router_cpu_ms_per_request

@@ -16,6 +16,9 @@ import numpy as np
 
 from headrace.router.loads import ATTENTION, FIELDS, HITS, NANO, NANOS, REQUESTS, TOKENS, Tables
 
+LEAST_LEFT = 0.5
+"""Columns that would be halved are decayed before anything is added."""
+
 
 @dataclass(frozen=True, slots=True)
 class Amount:
@@ -146,9 +149,7 @@ class Accounts:
         live.uncovered.append(entry)
         _add(self._own, number, vector, 1)
         _add(self._since, number, vector, 1)
-        self._decay(now)
-        self._assigned[2 * number] += amount.seconds
-        self._assigned[2 * number + 1] += amount.attention
+        self._assign(number, amount.seconds, amount.attention, now)
 
     def end(self, number: int, key: str, now: float | None = None, worked: Amount | None = None) -> None:
         """The work is over, however it ended; `worked`, with `now`, corrects the assigned work. Unknown work is no
@@ -174,10 +175,20 @@ class Accounts:
             live.uncovered = deque(entry for entry in live.uncovered if not entry.covered)
 
     def _correct(self, number: int, entry: _Entry, worked: Amount, now: float) -> None:
-        self._decay(now)
-        left, at = self._left(now - entry.since), 2 * number
-        seconds = self._assigned[at] + (worked.seconds - entry.seconds) * left
-        attention = self._assigned[at + 1] + (worked.attention - entry.amount[ATTENTION]) * left
+        left = self._left(now - entry.since)
+        seconds = (worked.seconds - entry.seconds) * left
+        attention = (worked.attention - entry.amount[ATTENTION]) * left
+        self._assign(number, seconds, attention, now)
+
+    def _assign(self, number: int, seconds: float, attention: float, now: float) -> None:
+        """Change assigned work as of now. The columns stand at an earlier moment: what is added now weighs as much more
+        there, and one row is changed instead of all being decayed."""
+        left, at = self._left(now - self._decayed_at), 2 * number
+        if left < LEAST_LEFT:
+            self._decay(now)
+            left = 1.0
+        seconds = self._assigned[at] + seconds / left
+        attention = self._assigned[at + 1] + attention / left
         if math.isfinite(seconds) and math.isfinite(attention):
             self._assigned[at], self._assigned[at + 1] = max(0.0, seconds), max(0.0, attention)
 

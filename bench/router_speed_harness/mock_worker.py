@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
 
-from headrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from headrace.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    events_pb2,
+    events_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+)
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 TOKEN = 7
@@ -73,13 +81,18 @@ class MockDecode(decode_pb2_grpc.DecodeServiceServicer):
 
     async def Commit(self, request: decode_pb2.CommitRequest, context: _Context) -> decode_pb2.CommitResponse:
         """As prefill calls it; there is nothing to verify. The first token counts as drawn."""
-        running = self._requests.get(_key(request.landing.id))
-        if running is None:
+        if not self.commit(request.landing.id):
             await context.abort(grpc.StatusCode.ABORTED, "no such reservation")
-        else:
-            running.committed = True
-            self._wake(running.spec.router.incarnation)
         return decode_pb2.CommitResponse(admitted=decode_pb2.CommitAdmitted())
+
+    def commit(self, attempt: common_pb2.AttemptId) -> bool:
+        """Whether there is such a reservation; it runs from now on."""
+        running = self._requests.get(_key(attempt))
+        if running is None:
+            return False
+        running.committed = True
+        self._wake(running.spec.router.incarnation)
+        return True
 
     async def Attach(
         self, requests: AsyncIterator[decode_pb2.AttachRequest], context: _Context
@@ -154,12 +167,27 @@ class MockDecode(decode_pb2_grpc.DecodeServiceServicer):
         )
 
 
-class MockPrefill(prefill_pb2_grpc.PrefillServiceServicer):
-    """Hands over through the decode's own Commit, over gRPC as a real one; computes nothing."""
+class MockEvents(events_pb2_grpc.EventServiceServicer):
+    """Says that there is nothing to follow: a mock holds no prefixes."""
 
-    def __init__(self, peer: common_pb2.PeerId, delay_s: float = 0.0) -> None:
+    async def Watch(
+        self, request: events_pb2.EventServiceWatchRequest, context: _Context
+    ) -> AsyncIterator[events_pb2.EventServiceWatchResponse]:
+        await context.abort(grpc.StatusCode.NOT_FOUND, "a mock has no cache events")
+        yield events_pb2.EventServiceWatchResponse()
+
+
+class MockPrefill(prefill_pb2_grpc.PrefillServiceServicer):
+    """Hands over through the decode's own Commit, over gRPC as a real one, or by a call where the decode is in the same
+    process and a measurement is not about workers; computes nothing."""
+
+    def __init__(
+        self, peer: common_pb2.PeerId, delay_s: float = 0.0, decodes: Mapping[str, MockDecode] | None = None
+    ) -> None:
+        """`decodes`: by endpoint, those that it may call."""
         self._peer = peer
         self._delay_s = delay_s
+        self._decodes = decodes or {}
         self._channels: dict[str, grpc.aio.Channel] = {}
         self.runs = 0
 
@@ -169,15 +197,20 @@ class MockPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         yield prefill_pb2.RunResponse(accepted=prefill_pb2.Accepted())
         if self._delay_s:
             await asyncio.sleep(self._delay_s)
-        endpoint = request.target.endpoint
+        report = prefill_pb2.PrefillReport(computed_tokens=request.spec.prompt_tokens, transport="mock")
+        decode = self._decodes.get(request.target.endpoint)
+        if decode is None:
+            commit = decode_pb2.CommitRequest(landing=request.target.landing, sender=self._peer, report=report)
+            await decode_pb2_grpc.DecodeServiceStub(self._channel(request.target.endpoint)).Commit(commit)
+        else:
+            decode.commit(request.target.landing.id)
+        yield prefill_pb2.RunResponse(handed_over=prefill_pb2.HandedOver(report=report))
+
+    def _channel(self, endpoint: str) -> grpc.aio.Channel:
         channel = self._channels.get(endpoint)
         if channel is None:
             channel = self._channels[endpoint] = grpc.aio.insecure_channel(endpoint)
-        tokens = request.spec.prompt_tokens
-        report = prefill_pb2.PrefillReport(computed_tokens=tokens, transport="mock")
-        commit = decode_pb2.CommitRequest(landing=request.target.landing, sender=self._peer, report=report)
-        await decode_pb2_grpc.DecodeServiceStub(channel).Commit(commit)
-        yield prefill_pb2.RunResponse(handed_over=prefill_pb2.HandedOver(report=report))
+        return channel
 
     async def Cancel(
         self, request: prefill_pb2.PrefillServiceCancelRequest, context: _Context

@@ -90,9 +90,15 @@ def known_workers(cluster: LocalCluster, prefill: str, decode: str) -> Workers:
 
 @contextmanager
 def mocked_cluster(
-    scratch: Path, prefill: int, decode: int, step_ms: float = 0.0, prefill_ms: float = 0.0
+    scratch: Path,
+    prefill: int,
+    decode: int,
+    step_ms: float = 0.0,
+    prefill_ms: float = 0.0,
+    *,
+    commit_here: bool = False,
 ) -> Iterator[LocalCluster]:
-    """A real router over a process of mock workers."""
+    """A real router over a process of mock workers; `commit_here`: which hand over without gRPC."""
     folder = scratch / "mock-model"
     folder.mkdir(exist_ok=True)
     config = {"model_type": "deepseek_v3", "vocab_size": 32_000, "max_position_embeddings": 1 << 18}
@@ -102,6 +108,7 @@ def mocked_cluster(
         command = [sys.executable, "-m", "bench.router_speed_harness.mock_workers", "--registry", cluster.router]
         command += ["--model", folder.name, "--prefill", str(prefill), "--decode", str(decode)]
         command += ["--step-ms", str(step_ms), "--prefill-ms", str(prefill_ms)]
+        command += ["--commit-here"] * commit_here
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert process.stdout is not None

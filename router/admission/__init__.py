@@ -6,6 +6,7 @@ Pure: time is an argument; it knows requests by name, tenants by tag, and nothin
 from __future__ import annotations
 
 from headrace.router.admission.admission import Admission
+from headrace.router.admission.first_tokens import FirstTokens
 from headrace.router.admission.terms import (
     AdmissionLimits,
     Cause,
@@ -16,4 +17,4 @@ from headrace.router.admission.terms import (
     TooLate,
 )
 
-__all__ = ["Admission", "AdmissionLimits", "Cause", "Changes", "NoPlace", "Refused", "Ticket", "TooLate"]
+__all__ = ["Admission", "AdmissionLimits", "Cause", "Changes", "FirstTokens", "NoPlace", "Refused", "Ticket", "TooLate"]

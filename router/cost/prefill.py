@@ -82,6 +82,10 @@ class WorkTerms(NamedTuple):
     alone_per_new: float
     """Beside the grid."""
 
+    def work(self, new: int, hit: int) -> float:
+        """`PrefillCost.work` of one request at one rank."""
+        return new * self.per_new + hit * self.per_hit + self.per_pair * (new * (hit + new / 2))
+
 
 class PrefillCost:
     """seconds of a batch ≈ θ₀ · curve + θ₁ · computed tokens · token_s + θ₂ · pairs of tokens · pair_s.

@@ -37,6 +37,11 @@ class PrefixMatch:
     """With blocks and snapshots of its own and loaded ones together; at least the other three. None: no more than
     those, as far as anybody knows."""
 
+    def longest(self) -> int:
+        """What the rank that reaches furthest can use; 0 without ranks."""
+        furthest = self.local if self.mixed is None else self.mixed
+        return max(self.shared, int(furthest.max())) if len(furthest) else 0
+
     def reach(self) -> Blocks:
         """What each rank can use, wherever it lies."""
         return np.maximum(self.local, np.int32(self.shared)) if self.mixed is None else self.mixed

@@ -11,12 +11,12 @@ Leaving the block in any way gives the place up (L10).
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import NoReturn
 
-from headrace.router.admission import Admission, Cause, Changes, NoPlace, Refused, Ticket
+from headrace.router.admission import Admission, Cause, Changes, FirstTokens, NoPlace, Refused, Ticket
 from headrace.router.balancers.base import Rejected
 from headrace.services.runtime.clock import Clock
 from headrace.services.runtime.errors import DeadlineExceeded, ResourceExhausted
@@ -92,8 +92,7 @@ class AdmissionDesk:
         self._armed: float | None = None
         """When `run` wakes by itself."""
         self._has_news = False
-        self._first_tokens: deque[tuple[float, int, float]] = deque(maxlen=REMEMBERED)
-        """When, of how many uncached tokens, after how many seconds."""
+        self._first_tokens = FirstTokens(REMEMBERED, RECENT_S)
         self.rejected: Counter[Cause] = Counter()
         """Requests turned away since the start."""
 
@@ -120,9 +119,7 @@ class AdmissionDesk:
     def fastest_s(self, tokens: int) -> float:
         """The shortest time from a turn to the first token among late requests that had no more to compute than
         `tokens`: this one will not do it in less. 0 where none is known."""
-        since = self._clock.monotonic() - RECENT_S
-        times = (took for at, cost, took in self._first_tokens if at >= since and cost <= tokens)
-        return min(times, default=0.0)
+        return self._first_tokens.fastest_s(tokens, self._clock.monotonic())
 
     @asynccontextmanager
     async def admitted(self, ticket: Ticket) -> AsyncIterator[Turn]:
@@ -182,7 +179,7 @@ class AdmissionDesk:
 
     def first_token(self, turn: Turn) -> None:
         now = self._clock.monotonic()
-        self._first_tokens.append((now, turn.ticket.tokens, now - turn.called_at))
+        self._first_tokens.add(turn.ticket.tokens, now - turn.called_at, now)
 
     def foreseen(self, ticket: Ticket, rejected: Rejected) -> NoReturn:
         self.refuse(self._admission.predicted(ticket, rejected.reason, rejected.retry_after_s))

@@ -40,7 +40,7 @@ from headrace.services.runtime.errors import (
     from_rpc_error,
 )
 from headrace.services.runtime.intercept import request_metadata
-from headrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2
+from headrace.v1 import common_pb2, decode_pb2, prefill_pb2
 
 _log = logs.get(__name__)
 DEADLINE_GRACE_S = 1.0
@@ -147,8 +147,7 @@ class Attempts:
 
     def uncached_tokens(self, routing: RoutingRequest) -> int:
         """What the rank that has most of the prompt would have to compute: an estimate, which prefill corrects."""
-        reach = self._prefixes.local(routing).reach()
-        best = int(reach.max()) if len(reach) else 0
+        best = self._prefixes.local(routing).longest()
         cached = min(best * self._workers.group().block_tokens, routing.prompt_tokens - 1)
         return routing.prompt_tokens - cached
 
@@ -161,16 +160,17 @@ class Attempts:
         source = self._workers.worker(pair.prefill.id)
         sender = source.peer
         left = max(0.001, min(self._reserve_timeout_s, deadline - self._clock.monotonic()))
-        try:
-            async with asyncio.timeout(left):
-                await link.attached.wait()
-        except TimeoutError:
-            raise Unavailable(f"decode replica {worker.replica.id} does not answer") from None
+        if not link.attached.is_set():
+            try:
+                async with asyncio.timeout(left):
+                    await link.attached.wait()
+            except TimeoutError:
+                raise Unavailable(f"decode replica {worker.replica.id} does not answer") from None
         spec = attempt_spec(placed, attempt, deadline - self._clock.monotonic())
         feed = link.open(spec.id)
         started = self._clock.monotonic()
         self._begin(pair, placed, spec.id, started)
-        stub = decode_pb2_grpc.DecodeServiceStub(worker.channel)
+        stub = worker.decode
         # The call outlives the request's deadline and its client: without its answer nobody could give the grant back.
         here = computed_at_decode(pair)
         call = stub.Reserve(
@@ -369,7 +369,7 @@ class Attempts:
 
     async def _end_transfer(self, reservation: Reservation) -> None:
         worker = self._workers.worker(reservation.pair.decode.id)
-        await decode_pb2_grpc.DecodeServiceStub(worker.channel).EndTransfer(
+        await worker.decode.EndTransfer(
             decode_pb2.EndTransferRequest(
                 landing=reservation.response.landing,
                 sender=reservation.sender,

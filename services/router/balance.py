@@ -9,7 +9,6 @@ from headrace.router.balancers.link import GIGABIT, Links
 from headrace.router.balancers.pair import JointPair, PairPolicy
 from headrace.router.balancers.pending import Pending
 from headrace.router.balancers.prefill import NewWork, PrefillPolicy
-from headrace.router.cost.curves import attention_pairs
 from headrace.router.cost.decode import DecodeCost
 from headrace.router.cost.loading import LoadingRates, Source
 from headrace.router.cost.prefill import PrefillBatch, PrefillCost
@@ -98,7 +97,7 @@ class Balance:
         source = Source.SHARED if 2 * expected.shared_tokens > expected.loaded_tokens else Source.HOST
         self.rates.observe(source, report.loaded_tokens, report.load_us / 1e6)
         hit, new = report.cached_tokens + report.loaded_tokens, report.computed_tokens
-        return Amount(new, hit, 1, float(self.prefill_cost.work(new, hit)), float(attention_pairs(new, hit)))
+        return Amount(new, hit, 1, self.prefill_cost.terms.work(new, hit), new * (hit + new / 2))
 
     def forget(self, rank: RankId, number: int) -> None:
         """The rank is gone; its number is the next newcomer's."""

@@ -28,7 +28,7 @@ from headrace.services.router.image_work import image_tokens
 from headrace.services.router.images import EncodedImages, ImageStage, retry_elsewhere
 from headrace.services.router.model import ServedModel
 from headrace.services.router.place import Placed, place
-from headrace.services.router.prepare import Prepared, prepare
+from headrace.services.router.prepare import Prepared, is_quick, prepare
 from headrace.services.router.report import RequestLog
 from headrace.services.router.settings import RouterSettings
 from headrace.services.router.snapshots import SnapshotPlanner
@@ -88,8 +88,12 @@ class Generation:
             longest = log.arrived + self._settings.requests.timeout_seconds
             if time_remaining_s is not None:
                 longest = min(longest, log.arrived + time_remaining_s)
-            work = asyncio.to_thread(prepare, request, self._model, self._settings.requests, tenant.traffic_class)
-            prepared = await _before(longest, self._clock, work, "while the prompt was read")
+            reading = request, self._model, self._settings.requests, tenant.traffic_class
+            if is_quick(request.prompt):
+                prepared = prepare(*reading)
+            else:
+                work = asyncio.to_thread(prepare, *reading)
+                prepared = await _before(longest, self._clock, work, "while the prompt was read")
             tenant.check_priority(prepared.priority)
             if prepared.request_id in self.live:
                 raise InvalidArgument("a request of this id is running; choose another", field="request_id")

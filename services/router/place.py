@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from headrace.engine.seeds import choice_seed
-from headrace.kvcache.keys import ImageSpan, KeyFieldError, block_keys, namespace, root_key
+from headrace.kvcache.keys import ImageSpan, Key, KeyFieldError, block_keys, namespace, root_key
 from headrace.router.index.snapshot_keys import SnapshotKeys
 from headrace.router.request import RoutingRequest, usable_tokens
 from headrace.services.router.model import ServedModel
@@ -64,7 +65,7 @@ def place(
         if position == 0 or position % group.block_tokens or position > length:
             message = f"{position} is no multiple of {group.block_tokens} inside the prompt of {length} tokens"
             raise InvalidArgument(message, field="snapshot_at")
-    root = root_key(group.model_fp, group.row_fp, model.text_digest, tenant.salt)
+    root, cache_namespace = _names(group.model_fp, group.row_fp, model.text_digest, tenant.salt)
     try:
         keys = block_keys(
             root, ids, group.block_tokens, [ImageSpan(span.start, span.length, span.content_digest) for span in spans]
@@ -95,7 +96,7 @@ def place(
         tenant_tag=tenant.tag,
         router=router,
         report=prepared.report,
-        cache_namespace=namespace(group.model_fp, group.row_fp, model.text_digest),
+        cache_namespace=cache_namespace,
     )
     image_tokens = sum(span.length for span in spans)
     routing = RoutingRequest(
@@ -114,10 +115,18 @@ def place(
     return Placed(spec, routing, image_tokens)
 
 
+@lru_cache(maxsize=256)
+def _names(model_fp: bytes, row_fp: bytes, text_digest: bytes, salt: bytes) -> tuple[Key, bytes]:
+    """Root key and namespace: the same for all requests of a tenant."""
+    return root_key(model_fp, row_fp, text_digest, salt), namespace(model_fp, row_fp, text_digest)
+
+
 def expand_images(
     token_ids: Sequence[int], images: Sequence[encoder_pb2.EncodedImage], image_token_id: int | None
 ) -> tuple[list[int], list[common_pb2.ImageSpan]]:
     """Each placeholder becomes its image's span of placeholders."""
+    if not images:
+        return list(token_ids), []
     ids: list[int] = []
     spans: list[common_pb2.ImageSpan] = []
     for token in token_ids:

@@ -25,6 +25,9 @@ from headrace.services.runtime.clock import Clock
 from headrace.services.runtime.registry.base import Role
 from headrace.v1 import common_pb2, prefill_pb2
 
+FRESH_S: Final = 0.01
+"""A match is used again for so long: a request that need not wait is matched once, for its place in the queue and for
+its ranks."""
 MOST_SOURCES: Final = 4
 """Peers named in a hint: as many as a worker asks at once."""
 
@@ -51,6 +54,8 @@ class Prefixes:
         self.view = StoreView(settings.store_view_entries, settings.present_seconds, settings.absent_seconds)
         self.feed = CacheFeed(self.index, self.view, clock)
         self._asking: set[asyncio.Task[None]] = set()
+        self._last: tuple[RoutingRequest, PrefixMatch, float] | None = None
+        """The last match, and when it was made."""
         self.store_misses: Counter[str] = Counter()
         """Prompts whose prefix in the store was not known in time, by cause."""
         self.hints: Counter[str] = Counter()
@@ -58,11 +63,19 @@ class Prefixes:
 
     def local(self, request: RoutingRequest) -> PrefixMatch:
         """What is known without asking anybody."""
+        last, now = self._last, self._clock.monotonic()
+        if last is not None and last[0] is request and now - last[2] < FRESH_S:
+            return last[1]
+        found = self._match(request, now)
+        self._last = request, found, now
+        return found
+
+    def _match(self, request: RoutingRequest, now: float) -> PrefixMatch:
         count = self._count(request)
         if count == 0:
             return no_match(self._numbers.size)
         self.index.ranks = max(self.index.ranks, self._numbers.size)
-        store = self.view.prefix(request.blocks, request.snapshots, count, self._clock.monotonic())
+        store = self.view.prefix(request.blocks, request.snapshots, count, now)
         return self.index.match(request.blocks, request.snapshots, count, store)
 
     async def match(self, request: RoutingRequest, deadline: float) -> PrefixMatch:
@@ -73,6 +86,7 @@ class Prefixes:
             question = self.view.question(request.blocks, request.snapshots, count, now, self._most_keys)
             if question:
                 await self._ask(request, question, max(0.0, min(self._deadline_s, deadline - now)))
+                self._last = None
         return self.local(request)
 
     async def _ask(self, request: RoutingRequest, question: StoreQuestion, wait_s: float) -> None:
@@ -114,6 +128,7 @@ class Prefixes:
     def left(self, worker: Worker) -> None:
         """What it held is forgotten, before its ranks' numbers are given to others (L14)."""
         self.feed.leave(worker.replica.incarnation)
+        self._last = None
 
     def problems(self) -> tuple[str, ...]:
         """L11: without workers the index is empty."""

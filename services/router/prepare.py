@@ -9,6 +9,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from headrace.engine.errors import EngineError
 from headrace.engine.sampling_params import SamplingParams
@@ -22,6 +23,8 @@ from headrace.v1 import common_pb2, inference_pb2
 
 MAX_PRIORITY = 100
 """Tiers are few: every one that is used is a queue of its own."""
+QUICK_TOKENS, QUICK_CHARACTERS, QUICK_PARTS = 16_384, 1024, 16
+"""Longest prompts that are read at once, on the event loop."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _CHAT_ROLES = {
     inference_pb2.CHAT_ROLE_SYSTEM: ROLES[0],
@@ -104,6 +107,21 @@ def prepare(
     )
 
 
+def is_quick(prompt: inference_pb2.Prompt) -> bool:
+    """Whether reading it takes less than handing it to another thread and back would: at most a millisecond."""
+    form = prompt.WhichOneof("form")
+    if form == "tokens":
+        return len(prompt.tokens.token_ids) <= QUICK_TOKENS
+    if form == "text":
+        return len(prompt.text.text) <= QUICK_CHARACTERS
+    if form == "chat":
+        parts = (part for message in prompt.chat.messages for part in message.content)
+        return sum(len(part.text) for part in islice(parts, QUICK_PARTS + 1)) <= QUICK_CHARACTERS and (
+            sum(len(message.content) for message in prompt.chat.messages) <= QUICK_PARTS
+        )
+    return True
+
+
 @dataclass(frozen=True)
 class Tokenized:
     """A prompt as the model gets it, images not yet expanded."""
@@ -135,8 +153,8 @@ def tokenize(prompt: inference_pb2.Prompt, model: ServedModel, limits: RequestSe
         raise InvalidArgument("the prompt has no tokens; send at least one", field=field)
     if len(ids) >= model.context_tokens:
         raise InvalidArgument(f"{len(ids)} tokens; the model takes at most {model.context_tokens - 1}", field=field)
-    bad = next((token for token in ids if token >= model.vocab_size), None)
-    if bad is not None:
+    if max(ids) >= model.vocab_size:
+        bad = next(token for token in ids if token >= model.vocab_size)
         raise InvalidArgument(
             f"token {bad} is outside the vocabulary of {model.vocab_size}", field=f"{field}.token_ids"
         )

@@ -34,20 +34,12 @@ class RequestLog:
     """From the last chunk's end until decode had verified all rows."""
     attempts: int = 0
     tokens_of_first_choice: int = 0
-    replicas: list[inference_pb2.ReplicaReport] = field(default_factory=list)
+    replicas: list[tuple[Candidate, int]] = field(default_factory=list)
+    """Those that took part, and in which attempt."""
 
     def worked(self, candidate: Candidate, attempt: int) -> None:
         """A replica took part."""
-        peer = common_pb2.PeerId(replica_id=candidate.id.replica_id, incarnation=candidate.id.incarnation)
-        self.replicas.append(
-            inference_pb2.ReplicaReport(
-                role=_ROLES[candidate.role.value],
-                peer=peer,
-                host=candidate.host,
-                rank=candidate.id.rank,
-                attempt=attempt,
-            )
-        )
+        self.replicas.append((candidate, attempt))
 
     def delivered(self, tokens: common_pb2.TokensEvent, now: float) -> None:
         """Tokens are leaving for the client."""
@@ -79,7 +71,7 @@ class RequestLog:
         between = max(1, self.tokens_of_first_choice - 1)
         return inference_pb2.RequestReport(
             request_id=request_id,
-            replicas=self.replicas,
+            replicas=[_replica(candidate, attempt) for candidate, attempt in self.replicas],
             times=inference_pb2.RequestTimes(
                 prepare_us=micros(self.prepared),
                 queue_us=micros(self.queued),
@@ -110,3 +102,13 @@ class RequestLog:
         self.encoded = images.seconds
         if images.encoder is not None:
             self.worked(images.encoder, 1)
+
+
+def _replica(candidate: Candidate, attempt: int) -> inference_pb2.ReplicaReport:
+    return inference_pb2.ReplicaReport(
+        role=_ROLES[candidate.role.value],
+        peer=common_pb2.PeerId(replica_id=candidate.id.replica_id, incarnation=candidate.id.incarnation),
+        host=candidate.host,
+        rank=candidate.id.rank,
+        attempt=attempt,
+    )

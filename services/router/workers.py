@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import grpc.aio
 
@@ -21,7 +22,7 @@ from headrace.services.runtime.clock import Clock
 from headrace.services.runtime.errors import Unavailable
 from headrace.services.runtime.registry import base
 from headrace.services.runtime.server import open_channel
-from headrace.v1 import common_pb2, encoder_pb2_grpc, prefill_pb2_grpc
+from headrace.v1 import common_pb2, decode_pb2_grpc, encoder_pb2_grpc, prefill_pb2_grpc
 
 _ROLES = {base.Role.ENCODER: Role.ENCODER, base.Role.PREFILL: Role.PREFILL, base.Role.DECODE: Role.DECODE}
 _log = logs.get(__name__)
@@ -39,9 +40,24 @@ class Worker:
     """Decode replicas only."""
     ranks: tuple[RankId, ...] = field(default=())
 
-    @property
+    @cached_property
     def peer(self) -> common_pb2.PeerId:
+        """Not to be changed."""
         return common_pb2.PeerId(replica_id=self.replica.id, incarnation=self.replica.incarnation)
+
+    # A stub makes a callable for each of its service's methods: once per worker, not once per request.
+
+    @cached_property
+    def decode(self) -> decode_pb2_grpc.DecodeServiceAsyncStub:
+        return decode_pb2_grpc.DecodeServiceStub(self.channel)
+
+    @cached_property
+    def prefill(self) -> prefill_pb2_grpc.PrefillServiceAsyncStub:
+        return prefill_pb2_grpc.PrefillServiceStub(self.channel)
+
+    @cached_property
+    def encoder(self) -> encoder_pb2_grpc.EncoderServiceAsyncStub:
+        return encoder_pb2_grpc.EncoderServiceStub(self.channel)
 
 
 @dataclass(frozen=True)
@@ -79,6 +95,8 @@ class Workers:
         self._errands: set[asyncio.Task[None]] = set()
         self.on_news: Callable[[], None] = lambda: None
         """Called whenever decode may have more room than before."""
+        self._group: tuple[tuple[Candidate, ...], ModelGroup] | None = None
+        """Of these prefill ranks."""
         self._room: dict[RankId, tuple[int, int]] = {}
         """Free slots and rows of decode ranks, as last told."""
         self.rpc = settings.rpc
@@ -174,11 +192,11 @@ class Workers:
 
     def prefill(self, rank: RankId) -> prefill_pb2_grpc.PrefillServiceAsyncStub:
         """PrefillService of a rank's replica."""
-        return prefill_pb2_grpc.PrefillServiceStub(self.worker(rank).channel)
+        return self.worker(rank).prefill
 
     def encoder(self, rank: RankId) -> encoder_pb2_grpc.EncoderServiceAsyncStub:
         """EncoderService of a rank's replica."""
-        return encoder_pb2_grpc.EncoderServiceStub(self.worker(rank).channel)
+        return self.worker(rank).encoder
 
     def group(self) -> ModelGroup:
         """What the engine workers agree on. Raises Unavailable while there are no prefill and decode replicas."""
@@ -186,14 +204,17 @@ class Workers:
         if not prefill or not decode:
             missing = "prefill" if not prefill else "decode"
             raise Unavailable(f"no {missing} replica of this model is ready; try again shortly", retry_after_s=1.0)
-        replica = self.worker(prefill[0].id).replica
-        return ModelGroup(
-            model_fp=replica.model_fp,
-            layout_fp=replica.layout_fp,
-            row_fp=replica.row_fp,
-            block_tokens=replica.capacity.block_tokens,
-            context_tokens=replica.capacity.context_tokens,
-        )
+        if self._group is None or self._group[0] is not prefill:
+            replica = self.worker(prefill[0].id).replica
+            group = ModelGroup(
+                model_fp=replica.model_fp,
+                layout_fp=replica.layout_fp,
+                row_fp=replica.row_fp,
+                block_tokens=replica.capacity.block_tokens,
+                context_tokens=replica.capacity.context_tokens,
+            )
+            self._group = prefill, group
+        return self._group[1]
 
     def all(self) -> tuple[Worker, ...]:
         """Known workers."""

@@ -41,6 +41,7 @@ def configure(settings: LogSettings, stream: TextIO | None = None, **fields: str
 
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
+        _add_request_id,
         structlog.stdlib.add_logger_name,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -108,10 +109,20 @@ def request_context(identifier: str, **fields: str | int) -> Iterator[None]:
     """Within it, every log line of this task (and of tasks it starts) has request_id and `fields`."""
     token = _request_id.set(identifier)
     try:
-        with structlog.contextvars.bound_contextvars(request_id=identifier, **fields):
+        if not fields:
             yield
+        else:
+            with structlog.contextvars.bound_contextvars(**fields):
+                yield
     finally:
         _request_id.reset(token)
+
+
+def _add_request_id(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+    identifier = _request_id.get()
+    if identifier is not None:
+        event.setdefault("request_id", identifier)
+    return event
 
 
 def _mask_secrets(_: WrappedLogger, __: str, event: EventDict) -> EventDict:

@@ -14,7 +14,7 @@ from headrace.router.ranks import RankNumbers
 from headrace.router.request import RoutingRequest, usable_tokens
 from headrace.router.topology import RankId
 from headrace.services.router.cache_feed import Expectation
-from headrace.services.router.prefixes import Prefixes
+from headrace.services.router.prefixes import FRESH_S, Prefixes
 from headrace.services.router.settings import IndexSection
 from headrace.services.runtime.clock import ManualClock
 from headrace.v1 import prefill_pb2
@@ -50,6 +50,23 @@ def test_names_the_peers_that_have_what_the_rank_lacks(known: Prefixes) -> None:
         ("life of c", 5, 2),
     ]
     assert known.sources(REQUEST, match, RankId("d", "unknown")) == ()
+
+
+def test_a_request_that_need_not_wait_is_matched_once(known: Prefixes) -> None:
+    """L14, L22: for its place in the queue and for its ranks; anew when it waited, or when a worker has left."""
+    clock = known._clock
+    assert isinstance(clock, ManualClock)
+    first = known.local(REQUEST)
+    assert known.local(REQUEST) is first
+    other = RoutingRequest("other", 33, 1, 1, 0, b"", 0, 1e9, blocks=KEYS, usable_tokens=32)
+    assert known.local(other) is not first
+    second = known.local(REQUEST)
+    assert second is not first
+    clock.advance(2 * FRESH_S)
+    third = known.local(REQUEST)
+    assert third is not second
+    known.left(SimpleNamespace(replica=SimpleNamespace(incarnation="life of a")))  # type: ignore[arg-type]
+    assert known.local(REQUEST) is not third
 
 
 def test_never_reaches_beyond_what_may_be_used(known: Prefixes) -> None:
