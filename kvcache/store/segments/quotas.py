@@ -69,6 +69,12 @@ class Quotas:
         with self._lock:
             return self._quota
 
+    @property
+    def full(self) -> bool:
+        """A segment was refused, and nothing has been freed since."""
+        with self._lock:
+            return self._full
+
     def room(self, tenant_tag: bytes) -> float:
         """Record bytes that a tenant may add now: infinite without a quota of its own, 0 while the disk is full."""
         with self._lock:

@@ -91,7 +91,15 @@ class PressureRelief:
                 if self._empty(name, plan):
                     segments += 1
                     freed += ledger.segments[name].disk_bytes
-            self._unlinking.reap()
+                    # At once: what the next one re-appends may need the room.
+                    self._unlinking.reap()
+            if plan.unlink and not segments and self._quotas.full:
+                # Nowhere is room for anything: the least of it goes, or nothing would ever be written again.
+                name = plan.unlink[0]
+                _log.warning("%s goes with what was to outlive it: there is no room to append that again", name)
+                self._drop(name)
+                segments, freed = 1, ledger.segments[name].disk_bytes
+                self._unlinking.reap()
             use = self._quotas.measure()
         if plan is None or not (freed or pruned):
             # What presses is pinned, or waits for its last readers.
@@ -154,7 +162,8 @@ class PressureRelief:
         return pruned
 
     def _empty(self, path: str, plan: Plan) -> bool:
-        """Append again what is kept, then let the segment go. False if it has to wait for another pass."""
+        """Append again what is kept, then let the segment go. False if it has to wait for another pass, since something
+        that could be read was not stored again; what cannot be read goes with its segment."""
         epoch = self._epoch()
         rows = self._index.rows_of(path, self._deadline())
         kept = [row for row in rows if plan.keeps(row.tenant_tag, self._rank(row))]
@@ -171,15 +180,26 @@ class PressureRelief:
         ]
         # Entries of one bucket are written one behind the other: each change of bucket costs a segment.
         again.sort(key=lambda each: (each.end or 0, each.row.place))
+        stored = True
         try:
             for ticket in self._rewriter.rewrite(again, epoch):
-                ticket.durable.result(timeout=_DURABLE_S)
+                stored &= all(ticket.durable.result(timeout=_DURABLE_S))
         except FutureTimeoutError:
             _log.warning("%s is kept for now: what is to outlive it was not durable in %.0f s", path, _DURABLE_S)
             return False
-        self._pressure.rewritten(sum(record_bytes(row.length) for row in kept))
-        self._lost(self._unlinking.drop(path))
+        left: set[Key] = set()
+        if not stored:
+            # Not stored by us may be stored by a refresh, or erased: of those nothing is here any more.
+            left = {row.key for row in self._index.rows_of(path, self._deadline())} & {row.key for row in kept}
+        self._pressure.rewritten(sum(record_bytes(row.length) for row in kept if row.key not in left))
+        if left:
+            _log.warning("%s is kept for now: %d entries that are to outlive it were not stored again", path, len(left))
+            return False
+        self._drop(path)
         return True
+
+    def _drop(self, path: str) -> None:
+        self._lost(self._unlinking.drop(path))
 
     def _lost(self, rows: Sequence[IndexRow]) -> None:
         if rows:

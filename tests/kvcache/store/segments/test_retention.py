@@ -19,8 +19,11 @@ from headrace.kvcache.index.sqlite import SqliteIndex
 from headrace.kvcache.store.base import PutEntry
 from headrace.kvcache.store.files_posix import PosixFileLayer
 from headrace.kvcache.store.retention.classes import DAY, DEFAULT, HOUR
+from headrace.kvcache.store.retention.pressure import Plan
 from headrace.kvcache.store.segments.disk_use import DiskMeter
 from headrace.kvcache.store.segments.engine import SegmentStore
+from headrace.kvcache.store.segments.open_segment import OpenSegment
+from headrace.kvcache.store.segments.sealing import Sealer
 from headrace.kvcache.store.segments.settings import SegmentSettings
 from headrace.kvcache.store.segments.uses import PrefixUse, UseFiles, decode_uses, encode_uses
 from tests.kvcache.store.entries import OTHER_TENANT, TENANT, FakeWall, consume, keys, prefix, soon
@@ -211,6 +214,61 @@ def test_pinned_entries_outlive_everything(open_store: Open, wall: FakeWall) -> 
     pass_time(store, wall, 400 * DAY)
     store.collect()
     assert consume(store.get_many(keys(kept), soon())) == [entry.payload for entry in kept]
+
+
+def test_what_cannot_be_appended_again_keeps_its_segment(
+    open_store: Open, events: list[CacheChange], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L4: a segment is emptied before it goes. Without room for what the plan keeps it stays for another pass; only
+    where no segment at all could be emptied the least of them goes as it is, or a full store would stay full."""
+    store = open_store()
+    used = prefix("a", 6)
+    put(store, used)
+    parts = store._parts
+    (path,) = {row.group for row in parts.index.get_many(keys(used), soon()) if row is not None}
+    parts.writer.rotate()
+    assert parts.own.wait_closed([path], 20.0)
+    everything = Plan(0, {}, (), (path,), 0)
+    monkeypatch.setattr(parts.uses, "plan", lambda *_: everything)
+
+    def read() -> list[bytes | Miss]:
+        return list(consume(store.get_many(keys(used), soon())))
+
+    parts.relief._look(parts.quotas.measure())
+    with monkeypatch.context() as full:
+        full.setattr(parts.quotas, "_charge", lambda path, least: None)
+        assert not parts.relief._empty(path, everything)
+        assert read() == [entry.payload for entry in used]
+    assert parts.relief.relieve().segments == 1
+    assert read() == [entry.payload for entry in used]
+    (moved,) = {row.group for row in parts.index.get_many(keys(used), soon()) if row is not None}
+    assert moved != path
+    assert not any(isinstance(event, Removed) for event in events)
+    parts.writer.rotate()
+    assert parts.own.wait_closed([moved], 20.0)
+    everything = Plan(0, {}, (), (moved,), 0)
+    monkeypatch.setattr(parts.quotas, "_charge", lambda path, least: None)
+    assert parts.relief.relieve().freed_bytes > 0
+    assert set(read()) == {Miss.ABSENT}
+    assert {key for event in events if isinstance(event, Removed) for key in event.keys} == set(keys(used))
+
+
+def test_pressure_waits_for_a_slow_seal(
+    open_store: Open,
+    wall: FakeWall,
+    events: list[CacheChange],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """L4: on a slow disk segments are unsealed, and so cannot go, while the store is full: what is used stays."""
+    seal = Sealer._seal
+
+    def slowly(sealer: Sealer, segment: OpenSegment) -> None:
+        time.sleep(0.1)
+        seal(sealer, segment)
+
+    monkeypatch.setattr(Sealer, "_seal", slowly)
+    test_pressure_keeps_the_quota_and_what_is_used(open_store, wall, events, tmp_path, "dict")
 
 
 @pytest.mark.parametrize("kind", ["dict", "sqlite"])
