@@ -792,12 +792,15 @@ class ChoiceState(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     DELIVERED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    RECEIVED_TOKENS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """Index, 0 … n − 1."""
     seed: _builtins.int
     """Seed of this choice (splitmix64 of the request's seed for choice > 0)."""
     finished: _builtins.bool
     """The choice reached its end in an earlier attempt and is not generated again."""
+    received_tokens: _builtins.int
+    """Tokens that the client has of a stream that broke: events end there, so that what it has can be left out whole."""
     @_builtins.property
     def delivered_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens the client has received already; the attempt continues after them with max_tokens less their number."""
@@ -809,10 +812,11 @@ class ChoiceState(_message.Message):
         seed: _builtins.int = ...,
         delivered_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         finished: _builtins.bool = ...,
+        received_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "delivered_token_ids", b"delivered_token_ids", "finished", b"finished", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "delivered_token_ids", b"delivered_token_ids", "finished", b"finished", "received_tokens", b"received_tokens", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1341,7 +1345,7 @@ class FinishedEvent(_message.Message):
     """The stop token or end-of-sequence token."""
     @_builtins.property
     def error(self) -> Global___Error:
-        """The error, with FINISH_REASON_ERROR only."""
+        """The error, with FINISH_REASON_ERROR; between decode and router also why the request was cancelled."""
 
     def __init__(
         self,

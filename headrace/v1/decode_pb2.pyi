@@ -461,6 +461,7 @@ class AttachResponse(_message.Message):
     UNKNOWN_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
+    OVERTAKEN_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Steps since start."""
     @_builtins.property
@@ -479,6 +480,10 @@ class AttachResponse(_message.Message):
     def decode(self) -> _common_pb2.PeerId:
         """This worker; in the first message of a stream."""
 
+    @_builtins.property
+    def overtaken(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.AttemptId]:
+        """Requests that another router has taken over for their client, or a newer attempt: over for this router."""
+
     def __init__(
         self,
         *,
@@ -487,10 +492,11 @@ class AttachResponse(_message.Message):
         unknown: _abc.Iterable[_common_pb2.AttemptId] | None = ...,
         load: _common_pb2.LoadReport | None = ...,
         decode: _common_pb2.PeerId | None = ...,
+        overtaken: _abc.Iterable[_common_pb2.AttemptId] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "load", b"load", "requests", b"requests", "step", b"step", "unknown", b"unknown"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "load", b"load", "overtaken", b"overtaken", "requests", b"requests", "step", b"step", "unknown", b"unknown"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -587,6 +593,68 @@ class DecodeReport(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeReport: _TypeAlias = DecodeReport  # noqa: Y015
+
+@_typing.final
+class AdoptRequest(_message.Message):
+    """Asks for a request that a router has lost."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def spec(self) -> _common_pb2.RequestSpec:
+        """As for a new attempt, with the new router and received_tokens of every choice. The id names the request; its
+        attempt is not looked at. A request of another tenant, or that asks for something else, is not found.
+        """
+
+    def __init__(
+        self,
+        *,
+        spec: _common_pb2.RequestSpec | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdoptRequest: _TypeAlias = AdoptRequest  # noqa: Y015
+
+@_typing.final
+class AdoptResponse(_message.Message):
+    """Empty: nothing of this tenant, id and content is here whose events can be sent from received_tokens on; generate anew."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    RECEIVED_TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def id(self) -> _common_pb2.AttemptId:
+        """The attempt that runs, or ran, here: attach to it. No event of it is sent before it is named in AttachRequest."""
+
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ChoiceState]:
+        """Per choice, the tokens before received_tokens (delivered_token_ids)."""
+
+    @_builtins.property
+    def received_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per choice, how many of them are of this attempt: received_tokens for AttachedRequest."""
+
+    def __init__(
+        self,
+        *,
+        id: _common_pb2.AttemptId | None = ...,
+        choices: _abc.Iterable[_common_pb2.ChoiceState] | None = ...,
+        received_tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "id", b"id", "received_tokens", b"received_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdoptResponse: _TypeAlias = AdoptResponse  # noqa: Y015
 
 @_typing.final
 class DecodeServiceReleaseRequest(_message.Message):

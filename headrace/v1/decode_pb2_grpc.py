@@ -55,6 +55,11 @@ class DecodeServiceStub:
                 request_serializer=headrace_dot_v1_dot_decode__pb2.AttachRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_decode__pb2.AttachResponse.FromString,
                 _registered_method=True)
+        self.Adopt = channel.unary_unary(
+                '/headrace.v1.DecodeService/Adopt',
+                request_serializer=headrace_dot_v1_dot_decode__pb2.AdoptRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_decode__pb2.AdoptResponse.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/headrace.v1.DecodeService/Release',
                 request_serializer=headrace_dot_v1_dot_decode__pb2.DecodeServiceReleaseRequest.SerializeToString,
@@ -95,6 +100,14 @@ class DecodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Adopt(self, request, context):
+        """Takes over a request whose router is gone, for a client that resumes it at another one. Whatever it answers, earlier
+        attempts of the request are no longer their router's.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Release(self, request, context):
         """Ends a reservation or a running request. Idempotent.
         """
@@ -124,6 +137,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=headrace_dot_v1_dot_decode__pb2.AttachRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_decode__pb2.AttachResponse.SerializeToString,
+            ),
+            'Adopt': grpc.unary_unary_rpc_method_handler(
+                    servicer.Adopt,
+                    request_deserializer=headrace_dot_v1_dot_decode__pb2.AdoptRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_decode__pb2.AdoptResponse.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -240,6 +258,33 @@ class DecodeService:
             '/headrace.v1.DecodeService/Attach',
             headrace_dot_v1_dot_decode__pb2.AttachRequest.SerializeToString,
             headrace_dot_v1_dot_decode__pb2.AttachResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Adopt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.DecodeService/Adopt',
+            headrace_dot_v1_dot_decode__pb2.AdoptRequest.SerializeToString,
+            headrace_dot_v1_dot_decode__pb2.AdoptResponse.FromString,
             options,
             channel_credentials,
             insecure,

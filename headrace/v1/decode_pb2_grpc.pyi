@@ -43,6 +43,10 @@ class DecodeServiceStub:
     """The sender's terminal notice of a transfer that will not be committed: its landing rows leave quarantine."""
     Attach: _grpc.StreamStreamMultiCallable[_decode_pb2.AttachRequest, _decode_pb2.AttachResponse]
     """One stream per (router, decode) pair: one message per step carries the events of all requests."""
+    Adopt: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AdoptRequest, _decode_pb2.AdoptResponse]
+    """Takes over a request whose router is gone, for a client that resumes it at another one. Whatever it answers, earlier
+    attempts of the request are no longer their router's.
+    """
     Release: _grpc.UnaryUnaryMultiCallable[_decode_pb2.DecodeServiceReleaseRequest, _decode_pb2.DecodeServiceReleaseResponse]
     """Ends a reservation or a running request. Idempotent."""
 
@@ -61,6 +65,10 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     """The sender's terminal notice of a transfer that will not be committed: its landing rows leave quarantine."""
     Attach: _aio.StreamStreamMultiCallable[_decode_pb2.AttachRequest, _decode_pb2.AttachResponse]  # type: ignore[assignment]
     """One stream per (router, decode) pair: one message per step carries the events of all requests."""
+    Adopt: _aio.UnaryUnaryMultiCallable[_decode_pb2.AdoptRequest, _decode_pb2.AdoptResponse]  # type: ignore[assignment]
+    """Takes over a request whose router is gone, for a client that resumes it at another one. Whatever it answers, earlier
+    attempts of the request are no longer their router's.
+    """
     Release: _aio.UnaryUnaryMultiCallable[_decode_pb2.DecodeServiceReleaseRequest, _decode_pb2.DecodeServiceReleaseResponse]  # type: ignore[assignment]
     """Ends a reservation or a running request. Idempotent."""
 
@@ -100,6 +108,16 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.AttachResponse], _abc.AsyncIterator[_decode_pb2.AttachResponse]]:
         """One stream per (router, decode) pair: one message per step carries the events of all requests."""
+
+    @_abc_1.abstractmethod
+    def Adopt(
+        self,
+        request: _decode_pb2.AdoptRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.AdoptResponse, _abc.Awaitable[_decode_pb2.AdoptResponse]]:
+        """Takes over a request whose router is gone, for a client that resumes it at another one. Whatever it answers, earlier
+        attempts of the request are no longer their router's.
+        """
 
     @_abc_1.abstractmethod
     def Release(

@@ -374,25 +374,19 @@ class ResumePoint(_message.Message):
 
     CHOICE_FIELD_NUMBER: _builtins.int
     RESUME_OFFSET_FIELD_NUMBER: _builtins.int
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """The choice."""
     resume_offset: _builtins.int
-    """Tokens received; generation continues with this offset."""
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """These tokens, resume_offset in number. They are taken as the choice's beginning."""
-
+    """Tokens received: offset of the next event, which is the end of the last one."""
     def __init__(
         self,
         *,
         choice: _builtins.int = ...,
         resume_offset: _builtins.int = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "resume_offset", b"resume_offset", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "resume_offset", b"resume_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -446,7 +440,10 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def resume(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumePoint]:
-        """Continuation after a lost stream: one per choice begun; needs sampling.seed."""
+        """Continuation of a lost stream: the same message as before with one point per choice begun. Needs request_id and
+        sampling.seed, which the lost stream's first event told. The events that follow are those that the lost stream would
+        have brought, a terminal event for every choice included. The lost stream ends with ERROR_CODE_ABORTED.
+        """
 
     @_builtins.property
     def snapshot_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

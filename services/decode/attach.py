@@ -1,17 +1,19 @@
 """The streams to routers: one per router, one message per step for all of its requests; renewals, credit, cancels in.
 
 A stream that breaks takes nothing with it: requests run on until their lease ends, and a new stream of the same router
-goes on where the old one stopped.
+goes on where the old one stopped, or one of another router that has taken the request over for its client.
+Every word of a router is answered, if by nothing else then by a load: silence tells it that this process stands still.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 from headrace.engine.messages import Cancel, Credit, Event, Finished, Renew, Tokens, Usage
 from headrace.engine.request import RequestKey
 from headrace.services.decode.journal import RequestJournal
+from headrace.services.decode.journals import Journals
 from headrace.services.runtime import logs
 from headrace.services.runtime.clock import Clock
 from headrace.services.runtime.errors import Aborted, InvalidArgument
@@ -23,6 +25,8 @@ from headrace.services.worker.spec_wire import attempt_id, request_key
 from headrace.v1 import common_pb2, decode_pb2
 
 _log = logs.get(__name__)
+WORD_S = 0.1
+"""A router that has heard something so recently needs no word of its own."""
 
 
 class RouterStream:
@@ -33,6 +37,11 @@ class RouterStream:
         self.dirty: dict[RequestKey, None] = {}
         """Requests with news, in order."""
         self.unknown: list[common_pb2.AttemptId] = []
+        self.overtaken: list[common_pb2.AttemptId] = []
+        self.silent_since = 0.0
+        """When something was sent last."""
+        self.asked = False
+        """The router has said something since."""
         self.wake = asyncio.Event()
         self.replaced = False
 
@@ -44,12 +53,11 @@ class RouterStream:
 class AttachHub:
     """Journals of all requests and the streams that carry them off. Belongs to the event loop's thread."""
 
-    def __init__(self, peer: common_pb2.PeerId, token_bytes: TokenBytes, clock: Clock, linger_s: float) -> None:
+    def __init__(self, peer: common_pb2.PeerId, token_bytes: TokenBytes, clock: Clock, journals: Journals) -> None:
         self._peer = peer
         self._token_bytes = token_bytes
         self._clock = clock
-        self._linger_s = linger_s
-        self._journals: dict[RequestKey, RequestJournal] = {}
+        self._journals = journals
         self._streams: dict[str, RouterStream] = {}
         self.link: EngineLink
         self.reporter: EngineReporter
@@ -60,14 +68,14 @@ class AttachHub:
     @property
     def open(self) -> int:
         """Requests that have not ended."""
-        return sum(journal.ended_at is None for journal in self._journals.values())
+        return sum(journal.ended_at is None for journal in self._journals.all())
 
     @property
     def undelivered(self) -> int:
         """Requests that have not ended, or whose end has not been sent to an attached router."""
         return sum(
             journal.ended_at is None or (not journal.delivered and journal.router in self._streams)
-            for journal in self._journals.values()
+            for journal in self._journals.all()
         )
 
     @property
@@ -80,11 +88,11 @@ class AttachHub:
 
     def begin(self, journal: RequestJournal) -> bool:
         """Keep a journal from now on; False when there is one of this key, which stays."""
-        return self._journals.setdefault(journal.key, journal) is journal
+        return self._journals.begin(journal)
 
     def drop(self, key: RequestKey) -> None:
         """The engine refused the request: no event will come."""
-        self._journals.pop(key, None)
+        self._journals.drop(key)
 
     def on_events(self, events: tuple[Event, ...]) -> None:
         """All events of one turn of the engine. Those of the process's own canary have no journal."""
@@ -100,13 +108,40 @@ class AttachHub:
         self.reporter.refresh()
 
     def reap(self) -> None:
-        """Forget requests that ended long enough ago; those that an attached router has yet to take stay (L9)."""
-        before = self._clock.monotonic() - self._linger_s
-        for key, journal in tuple(self._journals.items()):
-            if journal.ended_at is None or journal.ended_at > before:
+        """Forget what ended long ago, and keep orphans alive for their time (L8, L9)."""
+        now = self._clock.monotonic()
+        self._journals.reap(now, lambda router: router in self._streams)
+        orphans = self._journals.orphans(now)
+        if orphans:
+            self.link.post(Renew(orphans))
+
+    def adopt(
+        self, request_id: str, content: bytes, offsets: Sequence[int], router: str
+    ) -> decode_pb2.AdoptResponse | None:
+        """Hand a request to another router, which goes on after `offsets` tokens of each choice, and take every other
+        attempt of it from whoever has it (L16). `content`: what the client asks for, as in its journal: what is of
+        another tenant, or another request, is not found. None: nothing can be handed over."""
+        adopted: decode_pb2.AdoptResponse | None = None
+        for journal in self._journals.of(request_id):
+            if journal.content != content and journal.key.request_id == request_id:
                 continue
-            if journal.delivered or journal.router not in self._streams:
-                del self._journals[key]
+            former = journal.router
+            if adopted is None and journal.key.request_id == request_id:
+                adopted = journal.adopt(router, offsets, self._clock.monotonic())
+                if adopted is not None:
+                    self.link.post(Renew((journal.key,)))
+                    self._tell_overtaken(former, router, journal.key)
+                    continue
+            self._tell_overtaken(former, router, journal.key)
+            if journal.ended_at is None:
+                self.link.post(Cancel(journal.key))
+        return adopted
+
+    def _tell_overtaken(self, former: str, router: str, key: RequestKey) -> None:
+        stream = self._streams.get(former)
+        if stream is not None and former != router:
+            stream.overtaken.append(attempt_id(key))
+            stream.wake.set()
 
     # --- the stream --------------------------------------------------------------------------------------------
 
@@ -147,18 +182,25 @@ class AttachHub:
                 _log.info("router detached", incarnation=short(stream.router))
 
     def _message(self, stream: RouterStream) -> decode_pb2.AttachResponse | None:
-        """News of all requests of the router since the last message."""
+        """News of all requests of the router since the last message; an empty one if it has waited for a word."""
         events = []
         for key in stream.dirty:
             journal = self._journals.get(key)
-            news = None if journal is None else journal.take()
+            if journal is None or journal.router != stream.router or journal.adopted:
+                continue
+            news = journal.take()
             if news is not None:
                 events.append(news)
         stream.dirty.clear()
         unknown, stream.unknown = stream.unknown, []
-        if not events and not unknown:
+        overtaken, stream.overtaken = stream.overtaken, []
+        now = self._clock.monotonic()
+        due = stream.asked and now - stream.silent_since >= WORD_S
+        stream.asked = False
+        if not events and not unknown and not overtaken and not due:
             return None
-        return self._stamped(decode_pb2.AttachResponse(requests=events, unknown=unknown))
+        stream.silent_since = now
+        return self._stamped(decode_pb2.AttachResponse(requests=events, unknown=unknown, overtaken=overtaken))
 
     def _stamped(self, response: decode_pb2.AttachResponse) -> decode_pb2.AttachResponse:
         load = self.reporter.load()
@@ -183,27 +225,45 @@ class AttachHub:
         for index, cancel in enumerate(request.cancels):
             reason = reason_from_wire(cancel.reason, f"cancels[{index}].reason")
             self.link.post(Cancel(request_key(cancel.id, f"cancels[{index}].id"), reason))
+        stream.asked = True
+        stream.wake.set()
         keys = []
         for index, attached in enumerate(request.requests):
             key = request_key(attached.id, f"requests[{index}].id")
-            keys.append(key)
             journal = self._journals.get(key)
-            if journal is None:
+            if journal is not None and not self._goes_on(journal, attached, stream, is_first=is_first):
                 continue
-            if journal.router != stream.router:
-                raise InvalidArgument(f"{key} is another router's", field=f"requests[{index}].id")
-            if attached.credit_tokens > journal.credit:
-                journal.credit = attached.credit_tokens
-                self.link.post(Credit(key, attached.credit_tokens))
-            if is_first:
-                journal.rewind(tuple(attached.received_tokens))
-                stream.note(key)
+            keys.append(key)
         if not keys:
             return
         for key in await self.link.call(Renew(tuple(keys))):
             if key not in self._journals:
                 stream.unknown.append(attempt_id(key))
                 stream.wake.set()
+
+    def _goes_on(
+        self, journal: RequestJournal, attached: decode_pb2.AttachedRequest, stream: RouterStream, *, is_first: bool
+    ) -> bool:
+        """Take what a router says of a request; whether its lease is to be renewed."""
+        key = journal.key
+        if journal.router != stream.router:
+            stream.overtaken.append(attempt_id(key))
+            return False
+        if journal.adopted and not attached.received_tokens:
+            return True  # the word of the stream that lost it, crossing the adoption
+        if is_first or journal.adopted:
+            journal.adopted = False
+            if not journal.rewind(tuple(attached.received_tokens)):
+                self.link.post(Cancel(key))
+                self._journals.drop(key)
+                stream.unknown.append(attempt_id(key))
+                return False
+            stream.note(key)
+        journal.renewed_at = self._clock.monotonic()
+        if attached.credit_tokens > journal.credit:
+            journal.credit = attached.credit_tokens
+            self.link.post(Credit(key, attached.credit_tokens))
+        return True
 
 
 async def reap_journals(hub: AttachHub, period_s: float) -> None:

@@ -12,6 +12,7 @@ from headrace.engine.request import RequestKey
 from headrace.kvcache.event_log import EventLog, Source
 from headrace.kvcache.transfer.nixl import NixlTransferEngine
 from headrace.services.decode.attach import AttachHub, reap_journals
+from headrace.services.decode.journals import Journals
 from headrace.services.decode.landing import LandingKeeper, make_landing, register_landing
 from headrace.services.decode.service import DecodeServicer
 from headrace.services.decode.settings import DecodeSettings
@@ -79,7 +80,12 @@ async def _start(settings: DecodeSettings, folder: Path, life: Lifecycle) -> Non
     life.on_close("cache tier", tier.close)
     own = Reader(process.peer, loaded.facts.wire(), settings.data_centre, settings.host_name)
     tier.meet(own, transfer, channels)
-    hub = AttachHub(process.peer, loaded.token_bytes, process.clock, settings.decode.linger_seconds)
+    journals = Journals(
+        linger_s=settings.decode.linger_seconds,
+        orphan_s=settings.decode.orphan_seconds,
+        lease_s=settings.engine.lease_s,
+    )
+    hub = AttachHub(process.peer, loaded.token_bytes, process.clock, journals)
     canary = Canary(loaded, life.incarnation, process.clock)
 
     def on_events(events: tuple[Event, ...]) -> None:
@@ -94,7 +100,9 @@ async def _start(settings: DecodeSettings, folder: Path, life: Lifecycle) -> Non
     link.start()
     life.on_close("engine", link.stop)
     tier.connect(link, loads=False)
-    servicer = DecodeServicer(loaded.facts, process.peer, transfer, link, hub, reporter, process.clock)
+    servicer = DecodeServicer(
+        loaded.facts, process.peer, transfer, link, hub, reporter, process.clock, settings.decode.journal_tokens
+    )
     deliver_notices(transfer, servicer.take_notices)
 
     async def inspect(check: bool) -> Inspection:

@@ -15,13 +15,13 @@ from headrace.kvcache.landing_types import PartChecksums
 from headrace.kvcache.transfer.base import TransferEngine
 from headrace.kvcache.transfer.pushes import Outcome, TerminalNotice
 from headrace.services.decode.attach import AttachHub
-from headrace.services.decode.journal import RequestJournal
+from headrace.services.decode.journal import RequestJournal, Start
 from headrace.services.runtime.clock import Clock
 from headrace.services.runtime.errors import FailedPrecondition, InvalidArgument, Unimplemented
 from headrace.services.worker.engine_link import EngineLink
 from headrace.services.worker.events_wire import counts_from_wire, first_tokens_from_wire, reason_from_wire
 from headrace.services.worker.reports import EngineReporter, load_report
-from headrace.services.worker.spec_wire import ModelFacts, engine_request, request_key
+from headrace.services.worker.spec_wire import ModelFacts, content_digest, engine_request, request_key
 from headrace.services.worker.transfer_wire import agent_to_wire, handle_from_wire, handle_to_wire
 from headrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
@@ -40,7 +40,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         hub: AttachHub,
         reporter: EngineReporter,
         clock: Clock,
+        journal_tokens: int,
     ) -> None:
+        self._journal_tokens = journal_tokens
         self._facts = facts
         self._peer = peer
         self._transfer = transfer
@@ -79,8 +81,17 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         # No token goes out before the router has granted credit over its stream.
         wanted = engine_request(spec, self._facts, self._clock.monotonic(), credit=0)
         image_tokens = sum(span.length for span in spec.image_spans)
-        starts = tuple(len(wanted.delivered_to(choice)) for choice in range(wanted.n))
-        begun = self._hub.begin(RequestJournal(wanted.key, spec.router.incarnation, starts, image_tokens))
+        begun = self._hub.begin(
+            RequestJournal(
+                wanted.key,
+                spec.router.incarnation,
+                [Start(wanted.delivered_to(state.choice), state.received_tokens) for state in spec.choices],
+                image_tokens,
+                content=content_digest(spec),
+                most_tokens=self._journal_tokens,
+                now=self._clock.monotonic(),
+            )
+        )
         sender = request.sender.incarnation or None
         reserve = Reserve(wanted, sender, request.compute_here)
         asked, status = self._link.ask(reserve), self._link.ask(GetStatus())
@@ -110,6 +121,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         found = await self._link.call(Cancel(request_key(request.id), reason))
         self._reporter.refresh()
         return decode_pb2.DecodeServiceReleaseResponse(found=found)
+
+    async def Adopt(self, request: decode_pb2.AdoptRequest, context: _Context) -> decode_pb2.AdoptResponse:
+        """See decode.proto."""
+        spec = request.spec
+        if not spec.router.incarnation:
+            raise InvalidArgument("names no router", field="spec.router")
+        offsets = [state.received_tokens for state in spec.choices]
+        adopted = self._hub.adopt(spec.id.request_id, content_digest(spec), offsets, spec.router.incarnation)
+        return decode_pb2.AdoptResponse() if adopted is None else adopted
 
     # --- transfers ---------------------------------------------------------------------------------------------
 

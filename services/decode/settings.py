@@ -25,6 +25,12 @@ class DecodeSection(Section):
     unready until a peer says that its wire is quiet, or is known to be dead."""
     linger_seconds: float = Field(default=5.0, ge=0)
     """How long the last events of a request are kept for a router whose stream broke."""
+    orphan_seconds: float = Field(default=10.0, ge=0)
+    """How long a request lives on whose router is gone or silent, from the router's last word, so that its client can
+    resume it at another router. Less than engine.lease_s: it ends with its lease."""
+    journal_tokens: int = Field(default=4096, ge=1)
+    """Tokens of a request, over all choices, whose events are kept after they were sent. Of a longer one the oldest are
+    forgotten: a client that resumes it is answered by generating it anew."""
 
 
 class DecodeSettings(WorkerSettings):

@@ -1,44 +1,66 @@
 """The one stream between this router and one decode replica: events in, renewals, credit and cancels out.
 
 Decode sends one message per step for all requests. Each request has a feed here; a slow client fills only its own, up
-to its credit, and then decode pauses that request alone. When the stream breaks, the requests on it fail at once and
-a new stream is opened for later ones.
+to its credit, and then decode pauses that request alone. A stream that breaks is opened again at once, and goes on
+from what has arrived; if that fails, or decode is silent for too long, its requests fail and are continued elsewhere.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 
 import grpc.aio
 
 from headrace.services.runtime import logs
-from headrace.services.runtime.errors import Unavailable, from_rpc_error
+from headrace.services.runtime.errors import Aborted, Unavailable, from_rpc_error, task_is_cancelled
 from headrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
 _log = logs.get(__name__)
 RECONNECT_S = 0.2
-"""Pause before a broken stream is opened again."""
+"""Pause before a stream that could not be opened is tried again."""
+OWN_STALL_S = 0.5
+"""A timer of this process that is so late says that this process stood still, not its peer."""
+
+
+class Overtaken(Aborted):
+    """Another stream of the same request has it now, or a newer attempt: it is over here, and not repeated (L16)."""
 
 
 class Feed:
     """Events of one attempt, in order. `renewed` from the moment decode has promised room."""
 
-    def __init__(self, attempt: common_pb2.AttemptId, credit_tokens: int, changed: Callable[[Feed], None]) -> None:
+    def __init__(
+        self,
+        attempt: common_pb2.AttemptId,
+        credit_tokens: int,
+        changed: Callable[[Feed], None],
+        received: Sequence[int] = (),
+    ) -> None:
+        """`received`: tokens of each choice that came before, of an attempt that another router began."""
         self.attempt = attempt
         self.renewed = False
+        self.adopted = bool(received)
+        """Decode waits for `received` before it sends anything."""
         self.begun = False
         """Decode has sent tokens: it has the request, and needs prefill no more."""
-        self.credit = credit_tokens
+        self.received = list(received)
+        """Tokens of each choice since the attempt's start that have arrived here."""
+        self._consumed = sum(received)
         self._window = credit_tokens
-        self._consumed = 0
+        self.credit = self._consumed + credit_tokens
         self._changed = changed
         self._events: asyncio.Queue[decode_pb2.RequestEvents | Exception] = asyncio.Queue()
 
     def put(self, item: decode_pb2.RequestEvents | Exception) -> None:
         """An event, or the failure that ends the feed. Bounded by the credit."""
-        self.begun = self.begun or (isinstance(item, decode_pb2.RequestEvents) and len(item.tokens) > 0)
+        if isinstance(item, decode_pb2.RequestEvents):
+            for tokens in item.tokens:
+                self.begun = True
+                if tokens.choice >= len(self.received):
+                    self.received += [0] * (tokens.choice + 1 - len(self.received))
+                self.received[tokens.choice] += len(tokens.token_ids)
         self._events.put_nowait(item)
 
     async def next(self) -> decode_pb2.RequestEvents:
@@ -65,12 +87,21 @@ class DecodeLink:
         channel: grpc.aio.Channel,
         *,
         renew_s: float,
+        silence_s: float,
         credit_tokens: int,
         on_load: Callable[[common_pb2.LoadReport], None],
     ) -> None:
+        """`silence_s`: decode counts as stalled when it has said nothing for so long; every word here is answered."""
         self._router = router
         self._stub = decode_pb2_grpc.DecodeServiceStub(channel)
         self._renew_s = renew_s
+        self._silence_s = silence_s
+        self._heard = 0.0
+        """When decode said something last, or was asked to; on the loop's clock."""
+        self._peer = ""
+        """Incarnation of who answers."""
+        self.failed = False
+        """The last stream broke, and there is none since."""
         self._credit_tokens = credit_tokens
         self._on_load = on_load
         self._feeds: dict[tuple[str, int], Feed] = {}
@@ -87,11 +118,26 @@ class DecodeLink:
         """Requests with a feed."""
         return len(self._feeds)
 
-    def open(self, attempt: common_pb2.AttemptId) -> Feed:
-        """A feed for an attempt that is about to be reserved."""
-        feed = Feed(attempt, self._credit_tokens, self._grant)
+    def open(self, attempt: common_pb2.AttemptId, received: Sequence[int] = ()) -> Feed:
+        """A feed for an attempt that is about to be reserved, or was adopted after `received` tokens."""
+        feed = Feed(attempt, self._credit_tokens, self._grant, received)
         self._feeds[_key(attempt)] = feed
         return feed
+
+    def detach(self, request_id: str) -> None:
+        """A client resumes a request that is live here: its feeds end, and decode keeps what it has."""
+        for key, feed in tuple(self._feeds.items()):
+            if key[0].partition("/")[0] == request_id:
+                self._drop(feed)
+                feed.put(Overtaken("the client resumed the request on another stream"))
+
+    def _drop(self, feed: Feed) -> bool:
+        """Whether the feed was open."""
+        if self._feeds.get(_key(feed.attempt)) is not feed:
+            return False
+        del self._feeds[_key(feed.attempt)]
+        self._granted.pop(feed, None)
+        return True
 
     def keep(self, feed: Feed) -> None:
         """Decode has promised room: renew its lease and grant its credit from now on (L8)."""
@@ -104,9 +150,8 @@ class DecodeLink:
 
     def close(self, feed: Feed, cancel: common_pb2.FinishReason.ValueType | None = None) -> None:
         """The attempt is over here; with `cancel` decode is told to end it. Closing twice does nothing."""
-        if self._feeds.pop(_key(feed.attempt), None) is None:
+        if not self._drop(feed):
             return
-        self._granted.pop(feed, None)
         if cancel is not None:
             self._cancels.append(decode_pb2.AttachCancel(id=feed.attempt, reason=cancel))
             self._dirty.set()
@@ -119,24 +164,48 @@ class DecodeLink:
 
     async def _run(self) -> None:
         while True:
-            try:
-                await self._stream()
-                reason = "the decode replica closed the stream"
-            except grpc.aio.AioRpcError as error:
-                reason = f"the stream to the decode replica broke: {from_rpc_error(error)}"
+            reason, stalled = await self._stream()
+            was_open = self.attached.is_set()
             self.attached.clear()
-            self._fail(reason)
+            self.failed = True
             _log.warning("detached", reason=reason)
-            await asyncio.sleep(RECONNECT_S)
+            if stalled or not was_open:
+                self._fail(reason)
+                await asyncio.sleep(RECONNECT_S)
 
-    async def _stream(self) -> None:
+    async def _stream(self) -> tuple[str, bool]:
+        """One stream to its end: why it ended, and whether decode stalled."""
+        loop = asyncio.get_running_loop()
+        self._heard = loop.time()
         call = self._stub.Attach(self._messages())
+        watch = asyncio.create_task(self._watch(call), name="decode-silence")
         try:
             async for response in call:
-                self.attached.set()
+                self._heard = loop.time()
                 self._take(response)
+        except grpc.aio.AioRpcError as error:
+            return f"the stream to the decode replica broke: {from_rpc_error(error)}", False
+        except asyncio.CancelledError:
+            if task_is_cancelled():
+                raise
+            if watch.done():
+                return f"the decode replica has said nothing for {self._silence_s:g} s", True
+            return "the way to the decode replica was closed", False
         finally:
+            watch.cancel()
             call.cancel()
+        return "the decode replica closed the stream", False
+
+    async def _watch(
+        self, call: grpc.aio.StreamStreamCall[decode_pb2.AttachRequest, decode_pb2.AttachResponse]
+    ) -> None:
+        """Ends the stream when decode stalls (L15)."""
+        loop = asyncio.get_running_loop()
+        while (until := self._heard + self._silence_s) > loop.time():
+            await asyncio.sleep(until - loop.time())
+            if loop.time() - until > OWN_STALL_S:
+                self._heard = loop.time()
+        call.cancel()
 
     async def _messages(self) -> AsyncIterator[decode_pb2.AttachRequest]:
         """All live requests first, and again every `renew_s`; in between, as soon as they wait, cancels and the
@@ -147,13 +216,11 @@ class DecodeLink:
         renewal = loop.time()
         while True:
             self._dirty.clear()
-            everything = loop.time() >= renewal
+            everything = loop.time() >= renewal or router is not None
             if everything:
                 renewal = loop.time() + self._renew_s
             feeds = self._feeds.values() if everything else self._granted
-            requests = [
-                decode_pb2.AttachedRequest(id=feed.attempt, credit_tokens=feed.credit) for feed in feeds if feed.renewed
-            ]
+            requests = [_named(feed, whole=router is not None) for feed in feeds if feed.renewed]
             self._granted.clear()
             cancels, self._cancels = self._cancels, []
             yield decode_pb2.AttachRequest(router=router, requests=requests, cancels=cancels)
@@ -163,8 +230,19 @@ class DecodeLink:
                     await self._dirty.wait()
 
     def _take(self, response: decode_pb2.AttachResponse) -> None:
+        if response.HasField("decode"):
+            if self._peer not in ("", response.decode.incarnation):
+                self._fail("the decode replica was restarted")
+            self._peer = response.decode.incarnation
+            self.failed = False
+            self.attached.set()
         if response.HasField("load"):
             self._on_load(response.load)
+        for attempt in response.overtaken:
+            feed = self._feeds.get(_key(attempt))
+            if feed is not None:
+                self._drop(feed)
+                feed.put(Overtaken("the request was resumed on another stream"))
         for events in response.requests:
             feed = self._feeds.get(_key(events.id))
             if feed is not None:  # else: it was cancelled here, and its last events crossed the cancel
@@ -177,6 +255,13 @@ class DecodeLink:
     def _fail(self, reason: str) -> None:
         for feed in self._feeds.values():
             feed.put(Unavailable(reason))
+
+
+def _named(feed: Feed, *, whole: bool) -> decode_pb2.AttachedRequest:
+    """A feed as a message names it; `whole`: with what has arrived of it, since the stream is new."""
+    received = feed.received if whole or feed.adopted else ()
+    feed.adopted = False
+    return decode_pb2.AttachedRequest(id=feed.attempt, credit_tokens=feed.credit, received_tokens=received)
 
 
 def _key(attempt: common_pb2.AttemptId) -> tuple[str, int]:

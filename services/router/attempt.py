@@ -1,7 +1,7 @@
 """One attempt at a request: reserve at decode, run at prefill, hand events on, give everything back.
 
 An attempt owns its reservation, its prefill run and its feed; however it ends, all three end with it (L10). Its failure
-before the first token is the caller's to repeat with a higher attempt number (L16).
+is the caller's to repeat with a higher attempt number, from the tokens that are known (services/router/course.py; L16).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headrace.services.router.errands import RELEASE_TIMEOUT_S, give_back, leave
 from headrace.services.router.images import EncodedImages, retry_elsewhere
 from headrace.services.router.place import Placed
 from headrace.services.router.prefixes import Prefixes
-from headrace.services.router.workers import Workers
+from headrace.services.router.workers import Worker, Workers
 from headrace.services.runtime import logs
 from headrace.services.runtime.clock import Clock
 from headrace.services.runtime.errors import (
@@ -38,6 +38,7 @@ from headrace.services.runtime.errors import (
     closed_is_unavailable,
     from_proto,
     from_rpc_error,
+    told_by_peer,
 )
 from headrace.services.runtime.intercept import request_metadata
 from headrace.v1 import common_pb2, decode_pb2, prefill_pb2
@@ -76,6 +77,12 @@ class Reservation:
     """What prefill said at the hand-over; empty before it."""
     handed_over: bool = False
     """`prefill` is there."""
+    target_lost: bool = False
+    """Prefill says that decode is to blame."""
+    prefill_failed: bool = False
+    """Prefill has ended the attempt."""
+    prefill_gone: bool = False
+    """It cannot be reached."""
     begun: bool = False
     """Its events are being followed: whoever does so ends it."""
     transfer_us: int = 0
@@ -113,6 +120,7 @@ class Attempts:
         fleet = self._workers.fleet
         if not len(fleet.columns(Role.PREFILL)) or not len(fleet.columns(Role.DECODE)):
             raise Unavailable("no prefill or no decode replica is ready; try again shortly", retry_after_s=1.0)
+        failed = {*failed, *self._workers.broken()}
         refusals: list[HeadraceError] = []
         tried: set[Candidate] = set()
         match = await self._prefixes.match(placed.routing, deadline)
@@ -165,7 +173,7 @@ class Attempts:
                 async with asyncio.timeout(left):
                     await link.attached.wait()
             except TimeoutError:
-                raise Unavailable(f"decode replica {worker.replica.id} does not answer") from None
+                raise self._late(worker, deadline) from None
         spec = attempt_spec(placed, attempt, deadline - self._clock.monotonic())
         feed = link.open(spec.id)
         started = self._clock.monotonic()
@@ -190,9 +198,11 @@ class Attempts:
                 if not asked.cancelled():  # else the replica is gone, and its memory with it
                     self._workers.spawn(give_back(stub, asked, spec.id, sender))
                 if isinstance(error, TimeoutError):
-                    raise DeadlineExceeded("the deadline passed before decode had promised room") from None
+                    raise self._late(worker, deadline) from None
                 raise
             typed = from_rpc_error(error)
+            if isinstance(typed, DeadlineExceeded):
+                typed = self._late(worker, deadline)
             if typed.code not in (common_pb2.ERROR_CODE_RESOURCE_EXHAUSTED, common_pb2.ERROR_CODE_NEVER_FITS):
                 # The promise may have been made although its answer did not come.
                 self._workers.spawn(release(stub, spec.id))
@@ -217,6 +227,12 @@ class Attempts:
             expectation=None if here else self._prefixes.expect(placed.routing, match, pair.prefill.id),
         )
 
+    def _late(self, worker: Worker, deadline: float) -> HeadraceError:
+        """Decode has not answered: another may, while there is time."""
+        if self._clock.monotonic() >= deadline:
+            return DeadlineExceeded("the deadline passed before decode had promised room")
+        return Unavailable(f"decode replica {worker.replica.id} does not answer")
+
     async def events(
         self, placed: Placed, images: EncodedImages, reservation: Reservation, attempt: int, deadline: float
     ) -> AsyncGenerator[decode_pb2.RequestEvents, None]:
@@ -231,7 +247,7 @@ class Attempts:
         run: asyncio.Task[None] | None = None
         if call is not None:
             run = asyncio.create_task(self._prefill(call, placed, spec, reservation), name="prefill-run")
-            run.add_done_callback(lambda ended: _tell_failure(ended, feed))
+            run.add_done_callback(lambda ended: _tell_failure(ended, reservation))
         grace = deadline + DEADLINE_GRACE_S - self._clock.monotonic()
         passed = DeadlineExceeded("the deadline passed at the workers")
         # Prefill's failure and the deadline come through the feed, too: one wait per event and no task of its own, as
@@ -322,6 +338,7 @@ class Attempts:
         rank, worked = reservation.pair.prefill.id, None
 
         def recall_it() -> None:
+            reservation.prefill_gone = True
             self._workers.spawn(self._recall(spec, reservation))
 
         try:
@@ -335,11 +352,13 @@ class Attempts:
                         self._prefixes.used(reservation.expectation, reservation.prefill)
                         return
                     if response.HasField("failed"):
+                        reservation.target_lost = response.failed.target_lost
                         raise from_proto(response.failed.error)
             raise Internal("prefill ended its stream without a result")
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 recall_it()
+            reservation.prefill_gone = reservation.prefill_gone and not told_by_peer(error)
             raise from_rpc_error(error) from error
         finally:
             call.cancel()
@@ -388,15 +407,17 @@ def attempt_spec(placed: Placed, attempt: int, left_s: float) -> common_pb2.Requ
     return spec
 
 
-def _tell_failure(run: asyncio.Task[None], feed: Feed) -> None:
+def _tell_failure(run: asyncio.Task[None], reservation: Reservation) -> None:
     """A run that failed ends its feed; one that was cancelled is being left already. Where decode has sent tokens, the
     hand-over is done, whatever became of prefill's own word of it (L15)."""
     error = None if run.cancelled() else run.exception()
     if error is None:
         return
+    feed = reservation.feed
     if feed.begun:
         _log.info("prefill failed after the hand-over", error=str(error))
         return
+    reservation.prefill_failed = not reservation.target_lost
     feed.put(error if isinstance(error, Exception) else Internal(f"the run ended with {error!r}"))
 
 

@@ -1,8 +1,9 @@
 """The way of one request, top to bottom.
 
-    prepare → wait for admission → images → place (N₀, keys) → [reserve → prefill → events]* → usage → report
+    prepare → wait for admission → images → place (N₀, keys) → attempts (course.py) → usage → report
 
-A prompt without images is placed before it waits, so that the queue knows what is cached of it.
+A prompt without images is placed before it waits, so that the queue knows what is cached of it. A client that resumes
+goes the same way; its first attempt is the orphan that decode still has, if there is one (adoption.py).
 
 Everything held on the way is held by a `with` block or a generator here, so that leaving in any way gives it back
 (L10).
@@ -13,20 +14,22 @@ ERROR (L28).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Collection, Sequence
-from contextlib import aclosing
+import time
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
 from typing import TypeVar
 
 from headrace.router.admission import Ticket
-from headrace.router.balancers.base import Rejected
-from headrace.router.balancers.conditional import computed_at_decode
-from headrace.router.topology import RankId
 from headrace.services.router.admission import AdmissionDesk, Turn
-from headrace.services.router.attempt import Attempts, Reservation
+from headrace.services.router.adoption import Adoption
+from headrace.services.router.attempt import Attempts
+from headrace.services.router.course import Course, Means
 from headrace.services.router.event_stream import EventStream
 from headrace.services.router.image_work import image_tokens
-from headrace.services.router.images import EncodedImages, ImageStage, retry_elsewhere
+from headrace.services.router.images import ImageStage
 from headrace.services.router.model import ServedModel
+from headrace.services.router.parts import Part
 from headrace.services.router.place import Placed, place
 from headrace.services.router.prepare import Prepared, is_quick, prepare
 from headrace.services.router.report import RequestLog
@@ -37,17 +40,20 @@ from headrace.services.router.workers import Workers
 from headrace.services.runtime import logs
 from headrace.services.runtime.clock import Clock
 from headrace.services.runtime.errors import (
+    Aborted,
     Cancelled,
     DeadlineExceeded,
     HeadraceError,
     InvalidArgument,
-    ResourceExhausted,
 )
+from headrace.services.runtime.ids import new_request_id, scoped_id
 from headrace.services.runtime.live import LiveSet, Outcome
 from headrace.v1 import common_pb2, encoder_pb2, inference_pb2
 
 T = TypeVar("T")
 _log = logs.get(__name__)
+_ATTEMPTS_FROM = 1_767_225_600
+"""2026-01-01, Unix time."""
 
 
 class Generation:
@@ -60,6 +66,7 @@ class Generation:
         workers: Workers,
         images: ImageStage,
         attempts: Attempts,
+        adoption: Adoption,
         desk: AdmissionDesk,
         snapshots: SnapshotPlanner,
         router: common_pb2.PeerId,
@@ -68,8 +75,8 @@ class Generation:
         self._settings = settings
         self._model = model
         self._workers = workers
-        self._images = images
         self._attempts = attempts
+        self._means = Means(settings.requests, workers, attempts, adoption, images, clock)
         self._desk = desk
         self._router = router
         self._clock = clock
@@ -95,15 +102,14 @@ class Generation:
                 work = asyncio.to_thread(prepare, *reading)
                 prepared = await _before(longest, self._clock, work, "while the prompt was read")
             tenant.check_priority(prepared.priority)
-            if prepared.request_id in self.live:
-                raise InvalidArgument("a request of this id is running; choose another", field="request_id")
+            prepared = self._named(prepared, tenant)
         except HeadraceError:
             self.refused += 1
             raise
         log.prepared = self._clock.monotonic() - log.arrived
         timeout_s = prepared.timeout_s if time_remaining_s is None else min(prepared.timeout_s, time_remaining_s)
         deadline = log.arrived + timeout_s
-        with self.live.within(prepared.request_id) as ending, logs.request_context(prepared.request_id):
+        with self.live.within(prepared.request_id) as ending, logs.request_context(prepared.name):
             try:
                 placed = None if prepared.images else self._place(prepared, (), tenant, deadline)
                 async with (
@@ -113,14 +119,24 @@ class Generation:
                     log.queued = self._clock.monotonic() - log.arrived - log.prepared
                     async for response in way:
                         if response.HasField("finished"):
-                            ending.outcome = _worst(ending.outcome, response.finished.reason)
+                            ending.outcome = _worst(ending.outcome, response.finished)
                         yield response
             except DeadlineExceeded:
                 ending.outcome = Outcome.DEADLINE
                 raise
-            except (GeneratorExit, Cancelled):
+            except (GeneratorExit, Cancelled, Aborted):
                 ending.outcome = Outcome.CANCELLED
                 raise
+
+    def _named(self, prepared: Prepared, tenant: Tenant) -> Prepared:
+        """With an id that is the only one in this router. The client's names are its tenant's own (L25)."""
+        own = scoped_id(prepared.name, tenant.keys.tag)
+        if prepared.resume:
+            # The lost stream may be live here still, and its client's return is what tells us that it is lost.
+            own = f"{own}+{new_request_id()[:8]}"
+        elif own in self.live:
+            raise InvalidArgument("a request of this id is running; choose another", field="request_id")
+        return replace(prepared, request_id=own)
 
     def _ticket(self, prepared: Prepared, placed: Placed | None, tenant: Tenant, deadline: float) -> Ticket:
         """What it will probably cost. Images are counted before their encoder has seen them."""
@@ -139,7 +155,13 @@ class Generation:
         self, prepared: Prepared, images: Sequence[encoder_pb2.EncodedImage], tenant: Tenant, deadline: float
     ) -> Placed:
         group = self._workers.group()
-        return place(prepared, images, self._model, group, tenant.keys, self._settings, self._router, deadline)
+        placed = place(prepared, images, self._model, group, tenant.keys, self._settings, self._router, deadline)
+        placed.spec.id.request_id = scoped_id(prepared.name, tenant.keys.tag)
+        for choice, received in prepared.resume:
+            if received > placed.spec.stop.max_tokens:
+                raise InvalidArgument(f"exceeds max_tokens {placed.spec.stop.max_tokens}", field="resume")
+            placed.spec.choices[choice].received_tokens = received
+        return placed
 
     async def _serve(
         self,
@@ -150,78 +172,25 @@ class Generation:
         log: RequestLog,
         turn: Turn,
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        group = self._workers.group()
-        async with self._images.leased(prepared, tenant.keys, group, deadline) as images:
-            log.encoder(images)
+        async with AsyncExitStack() as stack:
+            course = Course(self._means, prepared, tenant, deadline, log, turn, stack)
+            images = await course.encode()
             if placed is None:
                 placed = self._place(prepared, images.images, tenant, deadline)
-            self._snapshots.plan(placed, prepared, group.block_tokens)
-            stream = EventStream(placed, log, prepared.report, self._clock)
-            failed: set[RankId] = set()
-            while True:
-                log.attempts += 1
-                reservation = await self._reservation(placed, log, deadline, failed, turn)
-                attempt = self._attempt(placed, images, reservation, stream, log, deadline, turn)
-                try:
-                    async with aclosing(attempt):
-                        async for response in attempt:
-                            yield response
-                    return
-                except HeadraceError as error:
-                    _log.warning("attempt failed", attempt=log.attempts, error=str(error), started=stream.started)
-                    if stream.started:
-                        for response in stream.failed(error, reservation.prefill):
-                            yield response
-                        return
-                    if log.attempts >= self._settings.requests.max_attempts or not retry_elsewhere(error):
-                        raise
-                    failed |= {reservation.pair.prefill.id, reservation.pair.decode.id}
-                finally:
-                    self._attempts.abandon(reservation)
-
-    async def _attempt(
-        self,
-        placed: Placed,
-        images: EncodedImages,
-        reservation: Reservation,
-        stream: EventStream,
-        log: RequestLog,
-        deadline: float,
-        turn: Turn,
-    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        corrected = False
-        events = self._attempts.events(placed, images, reservation, log.attempts, deadline)
-        async with aclosing(events):
-            async for step in events:
-                log.transfer_us = reservation.transfer_us
-                if not corrected and (reservation.handed_over or step.HasField("report")):
-                    told = reservation.prefill if reservation.handed_over else step.report.prefill
-                    images.settle()
-                    turn.correct(told.computed_tokens)
-                    corrected = True
-                if step.tokens:
-                    turn.delivered()
-                for response in stream.translate(step):
+            self._snapshots.plan(placed, prepared, self._workers.group().block_tokens)
+            stream = course.stream = EventStream(
+                placed, log, prepared.report, self._clock, name=prepared.name, received=dict(prepared.resume)
+            )
+            part = Part(placed, tuple(range(placed.routing.choices)), _first_attempt(prepared))
+            adopted = await self._means.adoption.find(placed) if prepared.resume else None
+            if adopted is not None:
+                part.attempt = max(part.attempt, adopted.response.id.attempt)
+            _log.debug("begun", resumed=bool(prepared.resume), adopted=adopted is not None)
+            async with aclosing(course.run(part, adopted)) as responses:
+                async for response in responses:
                     yield response
-
-    async def _reservation(
-        self, placed: Placed, log: RequestLog, deadline: float, failed: Collection[RankId], turn: Turn
-    ) -> Reservation:
-        """Room at a decode replica. While all are full, the request waits where it stood in the queue (L6, L12)."""
-        while True:
-            try:
-                reservation = await self._attempts.reserve(placed, log.attempts, deadline, failed)
-            except ResourceExhausted:
-                await turn.again()
-                continue
-            except Rejected as rejected:
-                turn.foreseen(rejected)
-            turn.placed()
-            log.reserved = reservation.seconds
-            if not computed_at_decode(reservation.pair):
-                log.worked(reservation.pair.prefill, log.attempts)
-            log.worked(reservation.pair.decode, log.attempts)
-            return reservation
+            for response in stream.end():
+                yield response
 
 
 _ORDER = (Outcome.FINISHED, Outcome.CANCELLED, Outcome.DEADLINE, Outcome.FAILED)
@@ -232,9 +201,18 @@ _OUTCOMES = {
 }
 
 
-def _worst(current: Outcome, reason: common_pb2.FinishReason.ValueType) -> Outcome:
-    """A request ends as its worst choice."""
-    return max(current, _OUTCOMES.get(reason, Outcome.FINISHED), key=_ORDER.index)
+def _worst(current: Outcome, finished: common_pb2.FinishedEvent) -> Outcome:
+    """A request ends as its worst choice. One that goes on elsewhere was given up here, and has not failed."""
+    outcome = _OUTCOMES.get(finished.reason, Outcome.FINISHED)
+    if finished.error.code == common_pb2.ERROR_CODE_ABORTED:
+        outcome = Outcome.CANCELLED
+    return max(current, outcome, key=_ORDER.index)
+
+
+def _first_attempt(prepared: Prepared) -> int:
+    """The number before that of the first attempt (L16). A name that the client has given may have been used before,
+    here or at another router, and the newest use is to win: tenths of seconds since 2026, enough for 13 years."""
+    return round((time.time() - _ATTEMPTS_FROM) * 10) if prepared.named else 0
 
 
 async def _before(deadline: float, clock: Clock, work: Awaitable[T], where: str) -> T:

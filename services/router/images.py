@@ -24,6 +24,8 @@ from headrace.v1 import common_pb2, encoder_pb2, encoder_pb2_grpc
 
 _log = logs.get(__name__)
 RELEASE_TIMEOUT_S = 2.0
+MISSED_RENEWALS = 2
+"""Unanswered in a row: with the third the leases would have run out."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class EncodedImages:
     """Until the geometry was known."""
     cached: int = field(default=0)
     """Images that were there, or in the making, before."""
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    """The encoder does not answer any more: what was not fetched from it has to be encoded again."""
     settle: Callable[[], None] = lambda: None
     """To be called once prefill has the embeddings, as the encoder is done with them then. Again is no error."""
 
@@ -76,10 +80,11 @@ class ImageStage:
         try:
             stub = self._workers.encoder(candidate.id)
             leases = [image.handle.lease_id for image in response.images]
-            renewal = asyncio.create_task(_renew(stub, leases, response.lease_ms / 3000))
+            gone = asyncio.Event()
+            renewal = asyncio.create_task(_renew(stub, leases, response.lease_ms / 3000, gone))
             try:
                 seconds, cached = self._clock.monotonic() - started, sum(image.cached for image in answers)
-                yield EncodedImages(tuple(response.images), candidate, seconds, cached, settle)
+                yield EncodedImages(tuple(response.images), candidate, seconds, cached, gone, settle)
             finally:
                 renewal.cancel()
                 self._workers.spawn(_release(stub, leases))
@@ -154,14 +159,23 @@ def retry_elsewhere(error: HeadraceError) -> bool:
     return error.code in retryable
 
 
-async def _renew(stub: encoder_pb2_grpc.EncoderServiceAsyncStub, leases: list[str], period_s: float) -> None:
-    """A lost lease shows when prefill asks for the embedding, which then fails the attempt; nothing to do here."""
-    while True:
+async def _renew(
+    stub: encoder_pb2_grpc.EncoderServiceAsyncStub, leases: list[str], period_s: float, gone: asyncio.Event
+) -> None:
+    """Keep leases alive until the encoder is known to be gone, or has not answered until they have run out."""
+    missed = 0
+    while not gone.is_set():
         await asyncio.sleep(period_s)
         try:
-            await stub.Renew(encoder_pb2.EncoderServiceRenewRequest(lease_ids=leases), timeout=period_s)
-        except grpc.aio.AioRpcError as error:
-            _log.warning("embedding leases not renewed", error=str(from_rpc_error(error)))
+            with closed_is_unavailable("the encoder"):
+                await stub.Renew(encoder_pb2.EncoderServiceRenewRequest(lease_ids=leases), timeout=period_s)
+            missed = 0
+        except (Unavailable, grpc.aio.AioRpcError) as failure:
+            error = failure if isinstance(failure, Unavailable) else from_rpc_error(failure)
+            missed += 1
+            if isinstance(error, Unavailable) or missed >= MISSED_RENEWALS:
+                gone.set()
+            _log.warning("embedding leases not renewed", error=str(error), gone=gone.is_set())
 
 
 async def _release(stub: encoder_pb2_grpc.EncoderServiceAsyncStub, leases: list[str]) -> None:

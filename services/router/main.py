@@ -12,6 +12,7 @@ from headrace.router.balancers.encoder import CachedImages
 from headrace.router.native.build import NativeRouter, NativeUnavailable, load_native
 from headrace.router.topology import Role
 from headrace.services.router.admission import AdmissionDesk
+from headrace.services.router.adoption import Adoption
 from headrace.services.router.attempt import Attempts
 from headrace.services.router.caches import ClusterCaches
 from headrace.services.router.generate import Generation
@@ -87,6 +88,7 @@ async def _start(settings: RouterSettings, folder: Path, tenants: Tenants, life:
             process.clock,
             settings.router.reserve_timeout_seconds,
         ),
+        Adoption(workers, process.peer, process.clock, settings.router.adopt_timeout_seconds),
         desk,
         snapshots,
         process.peer,

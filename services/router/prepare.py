@@ -37,7 +37,7 @@ IMPLEMENTED_FIELDS = (
     "sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.min_p", "sampling.presence_penalty",
     "sampling.frequency_penalty", "sampling.repetition_penalty", "sampling.logit_bias", "sampling.seed", "sampling.n",
     "sampling.logprobs", "stop.max_tokens", "stop.min_tokens", "stop.ignore_eos", "stop.stop", "stop.stop_token_ids",
-    "traffic_class", "priority", "timeout_ms", "request_id", "snapshot_at", "report",
+    "traffic_class", "priority", "timeout_ms", "request_id", "resume", "snapshot_at", "report",
 )  # fmt: skip
 """What ListModels tells."""
 
@@ -47,6 +47,9 @@ class Prepared:
     """A request whose every field has been checked, except what needs the images' sizes."""
 
     request_id: str
+    """Of this router alone; at first the same as `name`."""
+    name: str
+    """As the client knows the request, given or drawn."""
     token_ids: tuple[int, ...]
     """One placeholder per image."""
     images: tuple[inference_pb2.Image, ...]
@@ -61,6 +64,10 @@ class Prepared:
     report: bool
     system_tokens: int = 0
     """Of `token_ids`, those of a chat's system messages, where the model has snapshots (0 elsewhere)."""
+    resume: tuple[tuple[int, int], ...] = ()
+    """Choices of a stream that the client has lost, each with the tokens that it has."""
+    named: bool = False
+    """The client has chosen the id, perhaps not for the first time."""
 
 
 def prepare(
@@ -79,8 +86,6 @@ def prepare(
         raise InvalidArgument("must be 1 to 64 of A-Z a-z 0-9 _ . -", field="request_id")
     if request.HasField("constraint"):
         raise Unimplemented("constraint", "constrained output is not implemented here; leave it unset")
-    if request.resume:
-        raise Unimplemented("resume", "resuming a lost stream is not implemented here; send the request anew")
     if request.HasField("timeout_ms") and request.timeout_ms == 0:
         raise InvalidArgument("must be above 0", field="timeout_ms")
     if abs(request.priority) > MAX_PRIORITY:
@@ -90,10 +95,13 @@ def prepare(
     if len(request.snapshot_at) > limits.max_snapshots:
         message = f"{len(request.snapshot_at)} positions; at most {limits.max_snapshots} are taken"
         raise InvalidArgument(message, field="snapshot_at")
+    resume = _resume(request, limits)
     prompt = tokenize(request.prompt, model, limits)
     wanted_ms = request.timeout_ms if request.HasField("timeout_ms") else limits.timeout_seconds * 1000
+    name = request.request_id or new_request_id()
     return Prepared(
-        request_id=request.request_id or new_request_id(),
+        request_id=name,
+        name=name,
         token_ids=prompt.token_ids,
         images=prompt.images,
         sampling=_sampling(request.sampling, model, limits),
@@ -104,6 +112,8 @@ def prepare(
         snapshot_at=tuple(sorted(set(request.snapshot_at))),
         report=request.report,
         system_tokens=prompt.system_tokens,
+        resume=resume,
+        named=bool(request.request_id),
     )
 
 
@@ -120,6 +130,26 @@ def is_quick(prompt: inference_pb2.Prompt) -> bool:
             sum(len(message.content) for message in prompt.chat.messages) <= QUICK_PARTS
         )
     return True
+
+
+def _resume(request: inference_pb2.GenerateRequest, limits: RequestSection) -> tuple[tuple[int, int], ...]:
+    """Where a client that lost its stream stands. What named the stream must be there: nothing may be drawn anew."""
+    if not request.resume:
+        return ()
+    if not request.request_id:
+        raise InvalidArgument("is needed to resume; the lost stream's first event told it", field="request_id")
+    if not request.sampling.HasField("seed"):
+        raise InvalidArgument("is needed to resume; the lost stream's first event told it", field="sampling.seed")
+    choices = request.sampling.n if request.sampling.HasField("n") else 1
+    seen: dict[int, int] = {}
+    for index, point in enumerate(request.resume):
+        if point.choice >= choices or point.choice in seen:
+            raise InvalidArgument(f"must name choices 0 to {choices - 1}, each once", field=f"resume[{index}].choice")
+        most = request.stop.max_tokens if request.stop.HasField("max_tokens") else limits.max_tokens
+        if point.resume_offset > most:
+            raise InvalidArgument(f"exceeds max_tokens {most}", field=f"resume[{index}].resume_offset")
+        seen[point.choice] = point.resume_offset
+    return tuple(sorted(seen.items()))
 
 
 @dataclass(frozen=True)

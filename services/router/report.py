@@ -49,13 +49,6 @@ class RequestLog:
         if tokens.choice == 0:
             self.tokens_of_first_choice += len(tokens.token_ids)
 
-    def usage(self, report: decode_pb2.DecodeReport, image_tokens: int) -> common_pb2.Usage:
-        """Decode's count, with what only the router knows."""
-        usage = common_pb2.Usage()
-        usage.CopyFrom(report.usage)
-        usage.image_tokens = image_tokens
-        return usage
-
     def report(
         self,
         request_id: str,

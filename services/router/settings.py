@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import ByteSize, Field, SecretStr
+from pydantic import ByteSize, Field, SecretStr, model_validator
 
 from headrace.services.runtime.registry.base import Role
 from headrace.services.runtime.settings import Section, ServiceSettings
@@ -49,8 +49,10 @@ class RequestSection(Section):
     """Longest prompt as text, all parts together."""
     timeout_seconds: float = Field(default=600.0, gt=0)
     """Deadline of a request that gives none; every request has one (L6)."""
-    max_attempts: int = Field(default=3, ge=1)
-    """Tries at one request, as long as nothing of it has reached the client."""
+    max_attempts: int = Field(default=5, ge=1)
+    """Tries at one request, the first included, when a worker fails; later ones continue what the client has."""
+    recovery_seconds: float = Field(default=10.0, ge=0)
+    """How long a request whose worker failed waits for another one that can take its place."""
     thinking: bool = False
     """Whether chats without `thinking` ask the model to reason first."""
 
@@ -85,7 +87,12 @@ class RouterSection(Section):
     reserve_timeout_seconds: float = Field(default=5.0, gt=0)
     """Longest wait for a decode replica's answer to a reservation."""
     renew_seconds: float = Field(default=1.0, gt=0)
-    """How often the leases of running requests are renewed (L8)."""
+    """How often the leases of running requests are renewed (L8), and decode has to answer."""
+    silence_seconds: float = Field(default=5.0, gt=0)
+    """A decode replica that has answered nothing for so long counts as stalled: its requests are continued elsewhere.
+    At least two renewals. One that is dead is noticed by its broken connection, at once."""
+    adopt_timeout_seconds: float = Field(default=2.0, gt=0)
+    """Longest wait for decode replicas to say whether they have a request that a client resumes."""
     credit_tokens: int = Field(default=256, ge=1)
     """Tokens that decode may send ahead of a slow client; then this request alone pauses."""
     fork_blocks: int = Field(default=131_072, ge=0)
@@ -93,6 +100,15 @@ class RouterSection(Section):
     leaves them (models with a sliding window). 0: none."""
     fork_min_tokens: int = Field(default=256, ge=1)
     """A shared prefix shorter than this gets no snapshot of its own."""
+
+    @model_validator(mode="after")
+    def _silence(self) -> Self:
+        if self.silence_seconds < 2 * self.renew_seconds:
+            raise ValueError(
+                f"silence_seconds {self.silence_seconds:g} is less than two renewals of {self.renew_seconds:g} s: a "
+                "replica that is late once would count as stalled"
+            )
+        return self
 
 
 class BalanceSection(Section):

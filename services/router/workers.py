@@ -140,6 +140,7 @@ class Workers:
             self._router,
             channel,
             renew_s=self._settings.router.renew_seconds,
+            silence_s=self._settings.router.silence_seconds,
             credit_tokens=self._settings.router.credit_tokens,
             on_load=lambda load: self.report(replica, load),
         )
@@ -215,6 +216,11 @@ class Workers:
             )
             self._group = prefill, group
         return self._group[1]
+
+    def broken(self) -> tuple[RankId, ...]:
+        """Decode ranks whose stream broke and is not open again."""
+        links = (worker for worker in self._workers.values() if worker.link is not None and worker.link.failed)
+        return tuple(rank for worker in links for rank in worker.ranks)
 
     def all(self) -> tuple[Worker, ...]:
         """Known workers."""

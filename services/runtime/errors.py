@@ -232,6 +232,11 @@ def from_rpc_error(failure: grpc.aio.AioRpcError) -> HeadraceError:
     return error
 
 
+def told_by_peer(failure: grpc.aio.AioRpcError) -> bool:
+    """Whether the peer itself ended the call: it can be reached, whatever it said."""
+    return any(key == METADATA_KEY for key, _ in failure.trailing_metadata() or ())
+
+
 def grpc_status(error: HeadraceError) -> grpc.StatusCode:
     """The gRPC status of a typed error."""
     return TABLE[error.code].status

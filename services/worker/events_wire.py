@@ -48,11 +48,11 @@ def tokens_to_wire(event: Tokens, token_bytes: TokenBytes) -> common_pb2.TokensE
 
 
 def finished_to_wire(event: Finished, replica_id: str) -> common_pb2.FinishedEvent:
-    """The end of one choice. The error travels with FINISH_REASON_ERROR only."""
+    """The end of one choice, for a router. Why a request was cancelled tells it whether to continue it elsewhere."""
     wire = common_pb2.FinishedEvent(
         choice=event.choice, reason=_REASONS[event.reason], completion_tokens=event.completion_tokens
     )
-    if event.reason is FinishReason.ERROR and event.error is not None:
+    if event.reason in (FinishReason.ERROR, FinishReason.CANCELLED) and event.error is not None:
         wire.error.CopyFrom(to_proto(from_engine(event.error)))
         wire.error.replica_id = replica_id
     if isinstance(event.stop_match, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -62,6 +63,24 @@ def request_key(wire: common_pb2.AttemptId, field: str = "id") -> RequestKey:
 def attempt_id(key: RequestKey) -> common_pb2.AttemptId:
     """The wire form of a key."""
     return common_pb2.AttemptId(request_id=key.request_id, attempt=key.attempt)
+
+
+def content_digest(spec: common_pb2.RequestSpec) -> bytes:
+    """SHA-256 of what is asked for and by whom: equal for all attempts of a request, whichever router makes them. A
+    request of another tenant, prompt, seed or limit differs."""
+    asked = common_pb2.RequestSpec(
+        model=spec.model,
+        token_ids=spec.token_ids,
+        image_spans=spec.image_spans,
+        keep_tokens=spec.keep_tokens,
+        replay_mode=spec.replay_mode,
+        root_key=spec.root_key,
+        sampling=spec.sampling,
+        stop=spec.stop,
+        constraint=spec.constraint if spec.HasField("constraint") else None,
+        tenant_tag=spec.tenant_tag,
+    )
+    return hashlib.sha256(asked.SerializeToString(deterministic=True)).digest()
 
 
 def engine_request(

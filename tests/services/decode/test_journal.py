@@ -7,14 +7,16 @@ from hypothesis import strategies as st
 
 from headrace.engine.messages import Finished, FinishReason, PromptCounts, TokenLogprob, Tokens, Usage
 from headrace.engine.request import RequestKey
-from headrace.services.decode.journal import RequestJournal
+from headrace.services.decode.journal import RequestJournal, Start
 from headrace.v1 import common_pb2, decode_pb2, prefill_pb2
 
 KEY = RequestKey("r", 2)
 
 
 def journal(*starts: int) -> RequestJournal:
-    return RequestJournal(KEY, "router", starts or (0,), image_tokens=7)
+    """Delivered tokens of each choice are 200, 201, …"""
+    delivered = [Start(tuple(range(200, 200 + start))) for start in starts or (0,)]
+    return RequestJournal(KEY, "router", delivered, image_tokens=7)
 
 
 def add(to: RequestJournal, event: Tokens | Finished | Usage, now: float = 1.0) -> None:
@@ -105,3 +107,61 @@ def test_a_new_stream_hears_of_the_end_again() -> None:
     assert not again.tokens
     assert again.finished[0].reason == common_pb2.FINISH_REASON_LENGTH
     assert again.HasField("report")
+
+
+def test_a_router_that_takes_over_gets_what_its_client_lacks() -> None:
+    """L15: the tokens before the client's offset as ids, and the events after it as they were."""
+    events = journal(2)
+    for event in (tokens(0, 2, 65), tokens(0, 3, 66, 67), tokens(0, 5, 68)):
+        add(events, event)
+    events.take()
+    add(events, tokens(0, 6, 69))
+    adopted = events.adopt("other", (5,), now=3.0)
+    assert adopted is not None
+    assert (adopted.id.request_id, adopted.id.attempt) == ("r", 2)
+    assert list(adopted.choices[0].delivered_token_ids) == [200, 201, 65, 66, 67]
+    assert list(adopted.received_tokens) == [3]
+    assert (events.router, events.renewed_at, events.adopted) == ("other", 3.0, True)
+    taken = events.take()
+    assert taken is not None
+    assert [(each.offset, list(each.token_ids), each.text) for each in taken.tokens] == [(5, [68, 69], "DE")]
+
+
+def test_what_cannot_be_gone_on_with_is_not_handed_over() -> None:
+    """Offsets inside an event, before the attempt, beyond what there is; nothing begun; a choice that failed."""
+    events = journal(2)
+    assert events.adopt("other", (2,), 0.0) is None
+    add(events, tokens(0, 2, 65, 66))
+    for offset in (1, 3, 5):
+        assert events.adopt("other", (offset,), 0.0) is None
+    assert events.adopt("other", (4, 0), 0.0) is None
+    assert events.adopt("other", (4,), 0.0) is not None
+    add(events, Finished(KEY, 0, FinishReason.CANCELLED, 2))
+    assert events.adopt("other", (4,), 0.0) is None
+
+
+def test_the_oldest_events_are_forgotten_once_they_were_sent() -> None:
+    """A bound in tokens over all choices; what waits to be sent is never forgotten, and nobody goes on before it."""
+    events = RequestJournal(KEY, "router", [Start(), Start()], image_tokens=0, most_tokens=4)
+    for offset in range(6):
+        add(events, tokens(0, offset, 65 + offset))
+    add(events, tokens(1, 0, 90))
+    taken = events.take()
+    assert taken is not None
+    assert sum(len(each.token_ids) for each in taken.tokens) == 7
+    assert not events.rewind((2, 0))
+    assert events.rewind((3, 0))
+    again = events.take()
+    assert again is not None
+    assert [list(each.token_ids) for each in again.tokens] == [[68, 69, 70], [90]]
+    assert events.adopt("other", (5, 0), 0.0) is None, "the tokens before it are not known any more"
+
+
+def test_no_event_reaches_across_what_the_client_has() -> None:
+    """A router leaves whole events out, so those that wait together are cut where the client's stream broke."""
+    events = RequestJournal(KEY, "router", [Start(cut=2)], image_tokens=0)
+    for offset in range(4):
+        add(events, tokens(0, offset, 65 + offset))
+    taken = events.take()
+    assert taken is not None
+    assert [(each.offset, each.text) for each in taken.tokens] == [(0, "AB"), (2, "CD")]

@@ -78,7 +78,10 @@ def _attempt(monkeypatch: pytest.MonkeyPatch, prefill: Callable[..., Awaitable[N
     workers: Any = SimpleNamespace(fleet=fleet, on_news=lambda: None, spawn=asyncio.ensure_future)
     workers.balance = SimpleNamespace(finished=lambda tokens, choices: None)
     reservation: Any = SimpleNamespace(
-        link=link, feed=feed, pair=SimpleNamespace(decode=SimpleNamespace(id="d"), prefill=SimpleNamespace(id="p"))
+        link=link,
+        feed=feed,
+        pair=SimpleNamespace(decode=SimpleNamespace(id="d"), prefill=SimpleNamespace(id="p")),
+        target_lost=False,
     )
     attempts = Attempts(workers, SimpleNamespace(), SimpleNamespace(), SimpleNamespace(), SystemClock(), 1.0)  # type: ignore[arg-type]
     monkeypatch.setattr(attempts, "_call", lambda *_: SimpleNamespace(initial_metadata=lambda: asyncio.sleep(0)))

@@ -93,6 +93,7 @@ class Site:
         self._requests += 1
         prepared = Prepared(
             request_id=f"r{self._requests}",
+            name=f"r{self._requests}",
             token_ids=(1,),
             images=tuple(inference_pb2.Image(data=data) for data in images),
             sampling=common_pb2.SamplingParams(),

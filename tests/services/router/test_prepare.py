@@ -49,6 +49,10 @@ def text(value: str = "hello", **fields: object) -> inference_pb2.GenerateReques
     )
 
 
+def resuming(*points: inference_pb2.ResumePoint) -> inference_pb2.GenerateRequest:
+    return text(request_id="r", sampling=common_pb2.SamplingParams(seed=1, n=2), resume=points)
+
+
 def chat(*parts: inference_pb2.ContentPart) -> inference_pb2.GenerateRequest:
     message = inference_pb2.ChatMessage(role=inference_pb2.CHAT_ROLE_USER, content=parts)
     return inference_pb2.GenerateRequest(prompt=inference_pb2.Prompt(chat=inference_pb2.ChatPrompt(messages=[message])))
@@ -103,7 +107,11 @@ def tokens(*ids: int, **fields: object) -> inference_pb2.GenerateRequest:
         (text(request_id="a b"), InvalidArgument, "request_id"),
         (text(timeout_ms=0), InvalidArgument, "timeout_ms"),
         (text(constraint=common_pb2.Constraint(regex="a")), Unimplemented, "constraint"),
-        (text(resume=[inference_pb2.ResumePoint()]), Unimplemented, "resume"),
+        (text(resume=[inference_pb2.ResumePoint()]), InvalidArgument, "request_id"),
+        (text(resume=[inference_pb2.ResumePoint()], request_id="r"), InvalidArgument, "sampling.seed"),
+        (resuming(inference_pb2.ResumePoint(choice=2)), InvalidArgument, "resume[0].choice"),
+        (resuming(*[inference_pb2.ResumePoint()] * 2), InvalidArgument, "resume[1].choice"),
+        (resuming(inference_pb2.ResumePoint(resume_offset=65)), InvalidArgument, "resume[0].resume_offset"),
         (sampling(temperature=3.0), InvalidArgument, "temperature"),
         (sampling(temperature=float("nan")), InvalidArgument, "temperature"),
         (sampling(top_p=0.0), InvalidArgument, "top_p"),

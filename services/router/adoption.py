@@ -1,0 +1,121 @@
+"""A request whose router is lost, found at decode and gone on with: resume by the client (spec/protocol.md, L15).
+
+Decode keeps such an orphan for a while. Every decode replica is asked, since nobody else knows where it ran; whatever
+they answer, earlier attempts are their former router's no more, so the attempt that follows is the only one (L16).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+import grpc.aio
+
+from headrace.router.fleet import Amount
+from headrace.router.topology import Candidate
+from headrace.services.router.attach import Feed
+from headrace.services.router.attempt import DEADLINE_GRACE_S
+from headrace.services.router.errands import release
+from headrace.services.router.place import Placed
+from headrace.services.router.workers import Worker, Workers
+from headrace.services.runtime import logs
+from headrace.services.runtime.clock import Clock
+from headrace.services.runtime.errors import (
+    DeadlineExceeded,
+    HeadraceError,
+    Unavailable,
+    closed_is_unavailable,
+    from_rpc_error,
+)
+from headrace.services.runtime.ids import new_request_id
+from headrace.services.runtime.intercept import request_metadata
+from headrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+
+_log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """An attempt that decode runs, or ran, and that is this router's now."""
+
+    worker: Worker
+    candidate: Candidate | None
+    """None: a replica that takes no new work."""
+    response: decode_pb2.AdoptResponse
+
+
+class Adoption:
+    """Asks for orphans; shared by all requests of the router."""
+
+    def __init__(self, workers: Workers, router: common_pb2.PeerId, clock: Clock, timeout_s: float) -> None:
+        """`timeout_s`: longest wait for one replica's answer."""
+        self._workers = workers
+        self._router = router
+        self._clock = clock
+        self._timeout_s = timeout_s
+
+    async def find(self, placed: Placed) -> Adopted | None:
+        """The request's newest attempt, if a decode replica can go on with it. `placed` names what the client has of
+        each choice; streams of this router that have the request end."""
+        for worker in self._workers.all():
+            if worker.link is not None:
+                worker.link.detach(placed.spec.id.request_id)
+        asked = [worker for worker in self._workers.all() if worker.link is not None]
+        answers = await asyncio.gather(*(self._ask(worker, placed) for worker in asked))
+        found = [(worker, answer) for worker, answer in zip(asked, answers, strict=True) if answer is not None]
+        found.sort(key=lambda pair: -pair[1].id.attempt)
+        for worker, answer in found[1:]:
+            self._workers.spawn(release(decode_pb2_grpc.DecodeServiceStub(worker.channel), answer.id))
+        if not found:
+            return None
+        worker, answer = found[0]
+        known = self._workers.fleet.known(worker.ranks[0])
+        return Adopted(worker, None if known is None else known[1], answer)
+
+    async def _ask(self, worker: Worker, placed: Placed) -> decode_pb2.AdoptResponse | None:
+        """A replica that does not answer has nothing: what it may have is overtaken by the next attempt's number."""
+        stub = decode_pb2_grpc.DecodeServiceStub(worker.channel)
+        try:
+            with closed_is_unavailable(f"decode replica {worker.replica.id}"):
+                response = await stub.Adopt(
+                    decode_pb2.AdoptRequest(spec=placed.spec), timeout=self._timeout_s, metadata=request_metadata()
+                )
+        except (HeadraceError, grpc.aio.AioRpcError) as failure:
+            error = from_rpc_error(failure) if isinstance(failure, grpc.aio.AioRpcError) else failure
+            _log.info("an orphan could not be asked for", replica=worker.replica.id, error=str(error))
+            return None
+        return response if response.HasField("id") else None
+
+    async def events(
+        self, adopted: Adopted, placed: Placed, deadline: float
+    ) -> AsyncGenerator[decode_pb2.RequestEvents, None]:
+        """Decode's events after what the client has, until the report. Closing the generator early cancels the request.
+        Raises what ended the attempt."""
+        link = adopted.worker.link
+        assert link is not None
+        feed: Feed = link.open(adopted.response.id, adopted.response.received_tokens)
+        key, rank = f"adopted {new_request_id()}", adopted.worker.ranks[0]
+        amount = Amount(tokens=placed.routing.prompt_tokens, requests=placed.routing.choices)
+        self._workers.fleet.begin(rank, key, amount, self._clock.monotonic())
+        grace = deadline + DEADLINE_GRACE_S - self._clock.monotonic()
+        passed = DeadlineExceeded("the deadline passed at the workers")
+        overdue = asyncio.get_running_loop().call_later(max(0.0, grace), feed.put, passed)
+        complete = False
+        try:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await link.attached.wait()
+            except TimeoutError:
+                raise Unavailable("the decode replica that has the request does not answer") from None
+            link.keep(feed)
+            while not complete:
+                events = await feed.next()
+                complete = events.HasField("report")
+                yield events
+                feed.consume(sum(len(tokens.token_ids) for tokens in events.tokens))
+        finally:
+            overdue.cancel()
+            link.close(feed, None if complete else common_pb2.FINISH_REASON_CANCELLED)
+            self._workers.fleet.end(rank, key)
+            self._workers.on_news()
