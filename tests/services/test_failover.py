@@ -1,0 +1,147 @@
+"""Workers and routers that die or stand still in the middle of a stream: its client sees one stream, equal to the
+undisturbed one (L5, L15, L28). Real processes around a real etcd."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from bench.two_routers_harness.processes import EtcdCluster
+from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from tests.services.failover import (
+    PATIENCE_S,
+    Seen,
+    alive,
+    member,
+    named,
+    prompt_tokens,
+    running,
+    stream,
+    until_idle,
+)
+
+pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (package etcd-server)")
+LENGTH = 400
+
+
+@pytest.fixture(scope="module")
+def cluster(v3_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    names = ("router-0", "router-1", "prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2")
+    with EtcdCluster(v3_folder, tmp_path_factory.mktemp("failover"), [member(name) for name in names]) as running_:
+        yield running_
+
+
+def router(cluster: EtcdCluster) -> str:
+    return cluster.address(next(alive(cluster, "router")))
+
+
+def request(seed: int, **stop: int) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        prompt=prompt_tokens(50, seed),
+        sampling=common_pb2.SamplingParams(temperature=0.9, top_p=0.95, seed=seed, logprobs=2),
+        stop=common_pb2.StopParams(max_tokens=LENGTH, ignore_eos=True, **stop),
+    )
+
+
+def kill(cluster: EtcdCluster, role: str) -> str:
+    """`kill -9` of the process of a role that has the live request."""
+    name = running(cluster, role)
+    cluster.children[name].signal(signal.SIGKILL)
+    return name
+
+
+def test_three_choices_survive_the_death_of_decode(cluster: EtcdCluster) -> None:
+    """L15: n = 3 with penalties and log-probabilities; each choice goes on at its own next token. Usage tells what was
+    computed again apart (L27), and there is one of it."""
+    wanted = request(3, min_tokens=20)
+    wanted.sampling.n, wanted.sampling.presence_penalty, wanted.sampling.repetition_penalty = 3, 0.4, 1.1
+    expected = stream(router(cluster), named(wanted, "calm-3"))
+    seen = stream(router(cluster), named(wanted, "killed-3"), at=60, act=lambda: kill(cluster, "decode"))
+    assert seen.equals(expected)
+    assert seen.report is not None
+    assert seen.report.attempts == 2
+    assert seen.usage is not None
+    assert expected.usage is not None
+    assert seen.usage.completion_tokens == 3 * LENGTH
+    assert seen.usage.cached_tokens + seen.usage.computed_tokens == 50
+    assert seen.usage.recomputed_tokens >= 60
+    assert expected.usage.recomputed_tokens == 0
+    until_idle(cluster)
+
+
+def test_a_decode_that_stands_still_is_left(cluster: EtcdCluster) -> None:
+    """L15, L16: SIGSTOP in the middle of a stream, noticed by its silence; when it goes on, what it still says is not
+    heard and it gives everything back."""
+    wanted = request(5)
+    expected = stream(router(cluster), named(wanted, "calm-5"))
+    stopped: list[int] = []
+
+    def stop() -> None:
+        child = cluster.children[running(cluster, "decode")]
+        stopped.append(child.pid)
+        child.signal(signal.SIGSTOP)
+
+    try:
+        seen = stream(router(cluster), named(wanted, "frozen-5"), act=stop)
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+    assert seen.equals(expected)
+    until_idle(cluster)
+
+
+def test_a_prefill_that_dies_is_replaced(cluster: EtcdCluster) -> None:
+    """L15: killed while it computes the prompt; the client notices nothing."""
+    wanted = request(7)
+    wanted.prompt.CopyFrom(prompt_tokens(1500, 7))
+    wanted.stop.max_tokens = 20
+    seen = Seen()
+    with grpc.insecure_channel(router(cluster)) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        call = stub.Generate(named(wanted, "killed-7"), timeout=PATIENCE_S)
+        kill(cluster, "prefill")
+        for event in call:
+            seen.take(event)
+    assert seen.report is not None
+    assert seen.report.attempts == 2
+    assert seen.equals(stream(router(cluster), named(wanted, "calm-7")))
+    until_idle(cluster)
+
+
+def test_a_client_resumes_at_another_router(cluster: EtcdCluster) -> None:
+    """L15: its router dies; at another one it goes on with the next token, text and log-probabilities as before, and
+    decode had not to begin anew."""
+    wanted = request(11)
+    wanted.sampling.n = 2
+    first, second = cluster.names("router")
+    expected = stream(cluster.address(second), named(wanted, "calm-11"))
+    lost = named(wanted, "lost-11")
+    seen = Seen()
+    with pytest.raises(grpc.RpcError):
+        stream(cluster.address(first), lost, seen, at=40, act=lambda: cluster.children[first].signal(signal.SIGKILL))
+    assert not seen.finished
+    begun = seen.count
+    lost.resume.extend(
+        inference_pb2.ResumePoint(choice=choice, resume_offset=len(tokens)) for choice, tokens in seen.tokens.items()
+    )
+    stream(cluster.address(second), lost, seen)
+    assert seen.equals(expected)
+    assert seen.report is not None
+    assert [each.role for each in seen.report.replicas] == [common_pb2.ROLE_DECODE], "it was adopted, not made anew"
+    assert begun < seen.count
+    # Whether decode remembers it or it is made anew from its seed: events below the offset are left out.
+    until_idle(cluster)
+    again = Seen()
+    for choice, tokens in expected.tokens.items():
+        again.tokens[choice] = tokens[:33]
+    del lost.resume[:]
+    lost.resume.extend(inference_pb2.ResumePoint(choice=choice, resume_offset=33) for choice in (0, 1))
+    stream(cluster.address(second), lost, again)
+    assert again.tokens == expected.tokens
+    until_idle(cluster)
