@@ -30,7 +30,7 @@ from headrace.services.runtime.errors import (
 )
 from headrace.services.runtime.ids import new_request_id
 from headrace.services.runtime.intercept import request_metadata
-from headrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from headrace.v1 import common_pb2, decode_pb2
 
 _log = logs.get(__name__)
 
@@ -66,7 +66,7 @@ class Adoption:
         found = [(worker, answer) for worker, answer in zip(asked, answers, strict=True) if answer is not None]
         found.sort(key=lambda pair: -pair[1].id.attempt)
         for worker, answer in found[1:]:
-            self._workers.spawn(release(decode_pb2_grpc.DecodeServiceStub(worker.channel), answer.id))
+            self._workers.spawn(release(worker.decode, answer.id))
         if not found:
             return None
         worker, answer = found[0]
@@ -75,10 +75,9 @@ class Adoption:
 
     async def _ask(self, worker: Worker, placed: Placed) -> decode_pb2.AdoptResponse | None:
         """A replica that does not answer has nothing: what it may have is overtaken by the next attempt's number."""
-        stub = decode_pb2_grpc.DecodeServiceStub(worker.channel)
         try:
             with closed_is_unavailable(f"decode replica {worker.replica.id}"):
-                response = await stub.Adopt(
+                response = await worker.decode.Adopt(
                     decode_pb2.AdoptRequest(spec=placed.spec), timeout=self._timeout_s, metadata=request_metadata()
                 )
         except (HeadraceError, grpc.aio.AioRpcError) as failure:

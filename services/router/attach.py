@@ -90,8 +90,10 @@ class DecodeLink:
         silence_s: float,
         credit_tokens: int,
         on_load: Callable[[common_pb2.LoadReport], None],
+        on_broken: Callable[[bool], None] = lambda broken: None,
     ) -> None:
-        """`silence_s`: decode counts as stalled when it has said nothing for so long; every word here is answered."""
+        """`silence_s`: decode counts as stalled when it has said nothing for so long; every word here is answered.
+        `on_broken` is told when the stream breaks, and when it is open again."""
         self._router = router
         self._stub = decode_pb2_grpc.DecodeServiceStub(channel)
         self._renew_s = renew_s
@@ -100,10 +102,9 @@ class DecodeLink:
         """When decode said something last, or was asked to; on the loop's clock."""
         self._peer = ""
         """Incarnation of who answers."""
-        self.failed = False
-        """The last stream broke, and there is none since."""
         self._credit_tokens = credit_tokens
         self._on_load = on_load
+        self._on_broken = on_broken
         self._feeds: dict[tuple[str, int], Feed] = {}
         self._granted: dict[Feed, None] = {}
         """Feeds with more credit than decode has been told, in order."""
@@ -167,7 +168,7 @@ class DecodeLink:
             reason, stalled = await self._stream()
             was_open = self.attached.is_set()
             self.attached.clear()
-            self.failed = True
+            self._on_broken(True)
             _log.warning("detached", reason=reason)
             if stalled or not was_open:
                 self._fail(reason)
@@ -234,7 +235,7 @@ class DecodeLink:
             if self._peer not in ("", response.decode.incarnation):
                 self._fail("the decode replica was restarted")
             self._peer = response.decode.incarnation
-            self.failed = False
+            self._on_broken(False)
             self.attached.set()
         if response.HasField("load"):
             self._on_load(response.load)

@@ -97,6 +97,8 @@ class Workers:
         """Called whenever decode may have more room than before."""
         self._group: tuple[tuple[Candidate, ...], ModelGroup] | None = None
         """Of these prefill ranks."""
+        self._broken: set[tuple[str, str]] = set()
+        """Lives of decode replicas whose stream broke."""
         self._room: dict[RankId, tuple[int, int]] = {}
         """Free slots and rows of decode ranks, as last told."""
         self.rpc = settings.rpc
@@ -143,7 +145,15 @@ class Workers:
             silence_s=self._settings.router.silence_seconds,
             credit_tokens=self._settings.router.credit_tokens,
             on_load=lambda load: self.report(replica, load),
+            on_broken=lambda broken: self._mark(replica, broken=broken),
         )
+
+    def _mark(self, replica: base.Replica, *, broken: bool) -> None:
+        life = (replica.id, replica.incarnation)
+        if broken:
+            self._broken.add(life)
+        else:
+            self._broken.discard(life)
 
     def _withdraw(self, replica: base.Replica, *, gone: bool) -> None:
         """Send nothing new there. A worker that drains keeps its streams; one that is gone loses everything."""
@@ -151,6 +161,7 @@ class Workers:
         if not gone:
             return
         worker = self._workers.pop((replica.id, replica.incarnation), None)
+        self._broken.discard((replica.id, replica.incarnation))
         if worker is not None:
             _log.info("worker left", replica=replica.id, role=replica.role.value)
             self.on_left(worker)
@@ -219,8 +230,10 @@ class Workers:
 
     def broken(self) -> tuple[RankId, ...]:
         """Decode ranks whose stream broke and is not open again."""
-        links = (worker for worker in self._workers.values() if worker.link is not None and worker.link.failed)
-        return tuple(rank for worker in links for rank in worker.ranks)
+        if not self._broken:
+            return ()
+        lives = (self._workers[life] for life in self._broken if life in self._workers)
+        return tuple(rank for worker in lives for rank in worker.ranks)
 
     def all(self) -> tuple[Worker, ...]:
         """Known workers."""

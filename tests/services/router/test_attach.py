@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -52,7 +52,9 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer):
 
 
 @asynccontextmanager
-async def attached(renew_s: float, silence_s: float = 1e4) -> AsyncIterator[tuple[FakeDecode, DecodeLink]]:
+async def attached(
+    renew_s: float, silence_s: float = 1e4, on_broken: Callable[[bool], None] = lambda broken: None
+) -> AsyncIterator[tuple[FakeDecode, DecodeLink]]:
     """A link to a decode that listens."""
     decode, server = FakeDecode(), grpc.aio.server()
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server)  # type: ignore[no-untyped-call]
@@ -66,6 +68,7 @@ async def attached(renew_s: float, silence_s: float = 1e4) -> AsyncIterator[tupl
         silence_s=silence_s,
         credit_tokens=8,
         on_load=lambda load: None,
+        on_broken=on_broken,
     )
     try:
         yield decode, link
@@ -136,14 +139,15 @@ async def test_a_stream_that_breaks_goes_on_from_what_has_arrived() -> None:
 
 async def test_a_stream_that_cannot_be_opened_again_fails_its_requests() -> None:
     """L15: decode is dead; it took one try to know."""
-    async with attached(renew_s=3600.0) as (decode, link):
+    told: list[bool] = []
+    async with attached(renew_s=3600.0, on_broken=told.append) as (decode, link):
         feed = link.open(attempt("r"))
         await decode.next()
         decode.refuses = True
         decode.says.put_nowait(None)
         with pytest.raises(Unavailable):
             await asyncio.wait_for(feed.next(), PATIENCE_S)
-        assert link.failed
+        assert told[:2] == [False, True]
         assert not link.attached.is_set()
 
 
@@ -160,12 +164,13 @@ async def test_a_replica_that_was_restarted_has_forgotten() -> None:
 
 async def test_a_silent_replica_counts_as_stalled() -> None:
     """L15: the connection stands and nothing comes, though every word is answered by a replica that runs."""
-    async with attached(renew_s=0.1, silence_s=0.4) as (decode, link):
+    told: list[bool] = []
+    async with attached(renew_s=0.1, silence_s=0.4, on_broken=told.append) as (decode, link):
         feed = link.open(attempt("r"))
         await decode.next()
         with pytest.raises(Unavailable, match="has said nothing"):
             await asyncio.wait_for(feed.next(), PATIENCE_S)
-        assert link.failed
+        assert told[:2] == [False, True]
 
 
 async def test_a_request_that_was_resumed_elsewhere_is_over_here() -> None:
