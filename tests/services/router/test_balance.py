@@ -74,7 +74,7 @@ def attempts(refusing: set[str], error: Exception, count: int = 4) -> tuple[Any,
     """Attempts at a cluster of which some decode replicas refuse; the names asked, in order."""
     fleet = fleet_of(*prefills(2), *decodes(count))
     balance = Balance(fleet, BalanceSection())
-    workers: Any = SimpleNamespace(fleet=fleet, balance=balance)
+    workers: Any = SimpleNamespace(fleet=fleet, balance=balance, broken=lambda: ())
     maker = Attempts(workers, balance.pairs, balance.conditional, _NoPrefixes(fleet), SystemClock(), 1.0)  # type: ignore[arg-type]
     asked: list[str] = []
 
