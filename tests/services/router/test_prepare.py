@@ -13,7 +13,7 @@ from headrace.engine.text.chat import DeepseekV41Protocol
 from headrace.engine.text.tokenizer import Tokenizer
 from headrace.services.router.model import ServedModel
 from headrace.services.router.place import expand_images, place
-from headrace.services.router.prepare import QUICK_CHARACTERS, QUICK_PARTS, QUICK_TOKENS, is_quick, prepare
+from headrace.services.router.prepare import prepare
 from headrace.services.router.settings import RequestSection, RouterSettings
 from headrace.services.router.tenants import TenantKeys
 from headrace.services.router.workers import ModelGroup
