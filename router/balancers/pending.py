@@ -8,7 +8,7 @@ hit at that rank and nothing more, so the cost's own bound on affinity holds for
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 
 from headrace.kvcache.keys import Key
@@ -50,14 +50,20 @@ class Pending:
             self._holders.setdefault(key, {})[number] = now
             self._order.append((now, key, number))
 
+    def found(self, blocks: Sequence[Key], now: float) -> list[tuple[int, Collection[int]]]:
+        """Numbers of leading blocks, and the rank numbers that so many will soon be at; the most blocks first. A rank
+        stands in as many as it was sent."""
+        self._expire(now)
+        holders = self._holders
+        return [(place, holders[key]) for place in places(len(blocks)) if (key := blocks[place - 1]) in holders]
+
     def depths(self, blocks: Sequence[Key], now: float) -> dict[int, int]:
         """Leading blocks that will soon be at each rank, by rank number."""
-        self._expire(now)
-        found: dict[int, int] = {}
-        for place in places(len(blocks)):
-            for number in self._holders.get(blocks[place - 1], ()):
-                found.setdefault(number, place)
-        return found
+        depths: dict[int, int] = {}
+        for place, numbers in self.found(blocks, now):
+            for number in numbers:
+                depths.setdefault(number, place)
+        return depths
 
     def _expire(self, now: float) -> None:
         while self._order and (len(self._order) > self._most or self._order[0][0] < now - self._keep_s):

@@ -122,7 +122,7 @@ class NewWork:
         self.costs = costs
         self.rates = rates
         self.policy = policy
-        self._pending = pending
+        self.pending = pending
 
     def order(self, request: RoutingRequest, match: PrefixMatch, now: float) -> Iterator[Choice]:
         """Best first; candidates that can never hold the request are left out."""
@@ -138,14 +138,8 @@ class NewWork:
     def note(self, request: RoutingRequest, rank: Candidate, now: float) -> None:
         """The request goes there: prompts that begin alike know it before the first event tells."""
         number = self._fleet.numbers.get(rank.id)
-        if self._pending is not None and number is not None:
-            self._pending.note(request.blocks, number, now)
-
-    def depths(self, request: RoutingRequest, now: float) -> Mapping[int, int]:
-        """Leading blocks that were sent somewhere a moment ago, by rank number."""
-        if self._pending is None or not request.blocks:
-            return {}
-        return self._pending.depths(request.blocks, now)
+        if self.pending is not None and number is not None:
+            self.pending.note(request.blocks, number, now)
 
     def assess(self, request: RoutingRequest, match: PrefixMatch, now: float) -> Assessment:
         """Every candidate at once."""
@@ -179,7 +173,7 @@ class NewWork:
         computing and loading is less."""
         prompt, block = request.prompt_tokens, columns.block
         device = np.minimum(_at(match.device, columns) * block, prompt).astype(np.float64)
-        depths = self.depths(request, now)
+        depths = self.pending.depths(request.blocks, now) if self.pending is not None else {}
         if depths:
             device = np.maximum(device, np.minimum(_at(_column(depths), columns) * block, prompt))
         hit, work = device, self.costs.work(prompt - device, device)

@@ -42,6 +42,10 @@ class PrefixMatch:
         furthest = self.local if self.mixed is None else self.mixed
         return max(self.shared, int(furthest.max())) if len(furthest) else 0
 
+    def reach_of(self, rank: int) -> int:
+        """What one rank can use, wherever it lies."""
+        return max(int(self.local[rank]), self.shared) if self.mixed is None else int(self.mixed[rank])
+
     def reach(self) -> Blocks:
         """What each rank can use, wherever it lies."""
         return np.maximum(self.local, np.int32(self.shared)) if self.mixed is None else self.mixed

@@ -65,7 +65,8 @@ struct Request {
     const int32_t* mixed;          // null: no more than `local` and `shared`
     int64_t known;                 // length of these columns
     int64_t shared;
-    const int32_t* pending;        // pairs (number, blocks) that were sent a moment ago
+    const int32_t* pending;        // rank numbers that were sent the prompt's beginning a moment ago
+    const int32_t* pending_depths; // so many blocks of it; a rank may stand in it several times
     int64_t pendings;
     // Answers. Rows are −1 where no rank can hold the request.
     int64_t prefill, decode;
@@ -164,9 +165,9 @@ inline void choose_prefill(const Tables& tables, const Ranks& ranks, const Prefi
     request.prefill = -1;
     all.resize(ranks.count);
     for (int64_t at = 0; at < request.pendings; ++at) {
-        const size_t number = request.pending[2 * at];
+        const size_t number = request.pending[at];
         if (soon.size() <= number) soon.resize(number + 1, 0);
-        soon[number] = request.pending[2 * at + 1];
+        soon[number] = std::max(soon[number], request.pending_depths[at]);
     }
     double per_pair = 0.0;
     if (terms.attention_share != 0) {
@@ -201,7 +202,7 @@ inline void choose_prefill(const Tables& tables, const Ranks& ranks, const Prefi
         one.ttft = one.load + ranks.slowness[at] * (waiting + alone);
         latest = std::max(latest, one.ttft);
     }
-    for (int64_t at = 0; at < request.pendings; ++at) soon[request.pending[2 * at]] = 0;
+    for (int64_t at = 0; at < request.pendings; ++at) soon[request.pending[at]] = 0;
     const bool some_late = latest > std::min(terms.objective, request.left);
     const auto lateness = [&](const Assessed& one) {
         return !some_late ? 0 : one.ttft > request.left ? 2 : one.ttft > terms.objective ? 1 : 0;

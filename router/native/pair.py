@@ -5,12 +5,10 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Sequence
 from itertools import chain
-from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from headrace.router.balancers.base import Pair, Prediction
 from headrace.router.balancers.decode import Joint
@@ -20,15 +18,13 @@ from headrace.router.cost.decode import DecodeCost, DecodeCosts
 from headrace.router.cost.loading import Source
 from headrace.router.cost.prefill import PrefillCost, PrefillCosts
 from headrace.router.fleet import Fleet
-from headrace.router.index.base import PrefixMatch
+from headrace.router.index.base import Blocks, PrefixMatch
 from headrace.router.loads import Tables
 from headrace.router.native import structs
 from headrace.router.native.build import NativeRouter
 from headrace.router.native.structs import address
 from headrace.router.request import RoutingRequest
 from headrace.router.topology import Role
-
-_NOTHING: Final = np.zeros(0, np.int32)
 
 
 class _Side:
@@ -106,9 +102,13 @@ class NativePair:
         asked.local = None if local is device else address(local)
         asked.mixed = None if mixed is None else address(mixed)
         asked.shared = match.shared
-        depths = self._prefill.depths(request, now)
-        pending = _pairs(depths) if depths else _NOTHING
-        asked.pending, asked.pendings = (address(pending), len(depths)) if depths else (None, 0)
+        pending = self._prefill.pending
+        sent = pending.found(request.blocks, now) if pending is not None else ()
+        asked.pendings = 0
+        if sent:
+            numbers, depths = _sent(sent)
+            asked.pendings = len(numbers)
+            asked.pending, asked.pending_depths = address(numbers), address(depths)
         self._choose(*self._arguments)
         prefill, decode = asked.prefill, asked.decode
         if prefill < 0 or decode < 0:
@@ -153,6 +153,9 @@ class NativePair:
         self._step.full = self._decode.policy.full
 
 
-def _pairs(depths: Mapping[int, int]) -> npt.NDArray[np.int32]:
-    """number, blocks, number, blocks, …"""
-    return np.fromiter(chain.from_iterable(depths.items()), np.int32, 2 * len(depths))
+def _sent(found: Sequence[tuple[int, Collection[int]]]) -> tuple[Blocks, Blocks]:
+    """Rank numbers, and how many blocks each will have."""
+    counts = [len(numbers) for _, numbers in found]
+    of = chain.from_iterable(numbers for _, numbers in found)
+    places = np.array([place for place, _ in found], np.int32)
+    return np.fromiter(of, np.int32, sum(counts)), np.repeat(places, counts)

@@ -123,6 +123,7 @@ class Request(ctypes.Structure):
         ("known", _INTEGER),
         ("shared", _INTEGER),
         ("pending", _POINTER),
+        ("pending_depths", _POINTER),
         ("pendings", _INTEGER),
         ("prefill", _INTEGER),
         ("decode", _INTEGER),

@@ -145,7 +145,9 @@ class Prefixes:
         number = self._numbers.get(rank)
         if number is None or number >= len(match.local):
             return ()
-        begin, end = int(match.local[number]), int(match.reach()[number])
+        begin, end = int(match.local[number]), match.reach_of(number)
+        if end <= begin:
+            return ()
         sources = []
         for holder, first, blocks in self.index.peers(request.blocks[:end], begin, number, MOST_SOURCES):
             peer = self._numbers.rank(holder)
