@@ -50,7 +50,7 @@ class Prefill:
             OneSecondPerThousand(),
             tokens,
             BLOCK,
-            cache or InfiniteCache(),
+            InfiniteCache() if cache is None else cache,
             store,
             lambda _, stored, removed: self.events.append((stored, removed)),
             lambda one: self.done.update({one.request.number: self.clock.now}),
@@ -98,6 +98,24 @@ def test_prompts_fill_batches_and_the_last_one_is_split() -> None:
     assert prefill.done == {0: pytest.approx(4.096), 1: pytest.approx(4.096 + 1.904), 2: pytest.approx(6.0)}
     assert prefill.rank.idle
     assert prefill.rank.waiting_tokens == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True), min_size=1, max_size=12))
+def test_events_of_whole_batches_tell_what_the_cache_has(prompts: list[list[int]]) -> None:
+    """L24: also when a prompt of a batch drives out what another one of it brings."""
+    cache = LruCache(5)
+    prefill = Prefill(cache, tokens=4 * BLOCK + 4)
+    for number, blocks in enumerate(prompts):
+        keys = [bytes([block]) * 32 for block in blocks]
+        prefill.submit(SimRequest(number, 0.0, BLOCK * len(keys) + 1, 1, keys))
+    prefill.clock.run(1000.0)
+    told: set[bytes] = set()
+    for stored, removed in prefill.events:
+        assert not set(stored) & set(removed)
+        told = (told | set(stored)) - set(removed)
+    assert len(told) == len(cache)
+    assert all(cache.leading([key], 1) for key in told)
 
 
 def test_a_long_prompt_takes_as_many_batches_as_it_needs() -> None:
