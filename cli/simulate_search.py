@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
@@ -124,10 +125,24 @@ def worker_count(jobs: int | None) -> int:
     return jobs or len(os.sched_getaffinity(0))
 
 
+def _end_with_parent() -> None:
+    """In a worker: end when the command ends, however it does. Its queue would keep the worker waiting for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
 @contextmanager
 def worker_pool(jobs: int | None) -> Iterator[ProcessPoolExecutor]:
     """Processes that run simulations. New interpreters: a fork would copy the bar's thread half-way."""
-    with ProcessPoolExecutor(worker_count(jobs), mp_context=multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(worker_count(jobs), mp_context=spawn, initializer=_end_with_parent) as pool:
         try:
             yield pool
         except BaseException:

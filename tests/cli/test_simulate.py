@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -73,3 +78,40 @@ def test_a_search_ends_with_a_score(options: SimulateOptions, capsys: pytest.Cap
     assert max(passed) == rows["headrace"]["score"]
     assert told["passed"] is None, "bars are for 64+64"
     assert told["offline"]["prefill"]["decode_requests_per_s"] is None
+
+
+def test_workers_end_with_the_command(options: SimulateOptions) -> None:
+    """L11: also when it is killed, in the middle of a run."""
+    command = [sys.executable, "-m", "headrace.cli.main", "simulate", "--unit", "64+64", "--jobs", "1", "--json"]
+    flags = ["--trace", str(options.trace), "--warmup", "50", "--measure", "10", "--load", "0.9"]
+    running = subprocess.Popen([*command, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        workers = wait_for(lambda: [pid for pid in children(running.pid) if "spawn_main" in command_line(pid)])
+    finally:
+        running.kill()
+        running.wait()
+    assert workers
+    assert wait_for(lambda: not any("spawn_main" in command_line(pid) for pid in workers))
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def command_line(pid: int) -> str:
+    """Empty when the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+T = TypeVar("T")
+
+
+def wait_for(found: Callable[[], T], patience_s: float = 60.0) -> T:
+    """What is found in the end, at the latest after that time."""
+    end = time.monotonic() + patience_s
+    while not (answer := found()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return answer
