@@ -21,7 +21,7 @@ import torch
 from headrace.kvcache.transfer.base import TransferSettings
 from headrace.kvcache.transfer.errors import PeerLost, TransferError, WireFailed
 from headrace.kvcache.transfer.pieces import Addresses, Pieces
-from headrace.kvcache.transfer.ucx import UcxLog, environment, wire_environment
+from headrace.kvcache.transfer.ucx import UcxLog, backend_parameters, environment, wire_environment
 
 BINDINGS = ("nixl_cu12", "nixl_cu13")
 _load_lock = threading.Lock()
@@ -89,7 +89,7 @@ class WireAgent:
         config.syncMode = nixl.NIXL_THREAD_SYNC_NONE
         with environment(wire_environment(settings)):
             self._agent = nixl.nixlAgent(name, config)
-            self._backend = self._agent.createBackend("UCX", {})
+            self._backend = self._agent.createBackend("UCX", backend_parameters(settings))
 
     def register(self, tensor: torch.Tensor) -> Registration:
         descriptors = self._nixl.nixlRegDList(

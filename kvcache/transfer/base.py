@@ -50,7 +50,8 @@ class TransferSettings:
     allowed_transports: frozenset[str] | None = None
     """Wires a push may take (``cma``, ``shm``, ``tcp``, ``cuda_ipc``, ``rdma``); None allows any."""
     net_devices: str = "lo"
-    """UCX_NET_DEVICES: loopback unless the operator opens the service to other hosts; ``all`` for every device."""
+    """UCX_NET_DEVICES: loopback unless the operator opens the service to other hosts; ``all`` for every device;
+    ``none``: no network at all, not even a listener on loopback, which authenticates nobody and can write memory."""
     progress_thread: bool = True
     """Target side: UCX progresses in a thread of its own, as TCP puts need. It sleeps on file descriptors between
     events (progress_wait_s); with NIXL's default of 0 it would burn a whole core when idle (measured)."""
@@ -91,6 +92,9 @@ class TransferSettings:
 
 
 TRANSPORTS = frozenset({"cma", "shm", "tcp", "cuda_ipc", "rdma"})
+LOCAL_TRANSPORTS = frozenset({"cma", "shm", "cuda_ipc"})
+"""Wires inside one host, whose kernel knows who is who."""
+NO_NETWORK = "none"
 
 
 @dataclass(frozen=True)

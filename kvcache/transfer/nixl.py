@@ -10,14 +10,20 @@ from typing import TypeVar
 
 from headrace.kvcache.handle import ChecksumKind, Handle
 from headrace.kvcache.transfer.admission import LocalIdentity, check_handle, route_moves
-from headrace.kvcache.transfer.base import PeerDescription, TransferEngine, TransferSettings, TransferStats
+from headrace.kvcache.transfer.base import (
+    NO_NETWORK,
+    PeerDescription,
+    TransferEngine,
+    TransferSettings,
+    TransferStats,
+)
 from headrace.kvcache.transfer.copies import Copy, Direction, Span
 from headrace.kvcache.transfer.errors import EngineClosed, PeerRefused, Refusal, TransferError
 from headrace.kvcache.transfer.handshake import Handshake
 from headrace.kvcache.transfer.ledger import Ledger
 from headrace.kvcache.transfer.loop import TransferThread, give_way
 from headrace.kvcache.transfer.outbound import OutboundPush, Outgoing
-from headrace.kvcache.transfer.peers import Liveness, Peer, PeerTable, check_fingerprints
+from headrace.kvcache.transfer.peers import Liveness, Peer, PeerTable, ProcessIdentity, check_fingerprints
 from headrace.kvcache.transfer.pushes import Outcome, Push, Ready, RowMove, TerminalNotice
 from headrace.kvcache.transfer.regions import MemoryRegion
 from headrace.kvcache.transfer.span_copy import SpanCopy, route_copy
@@ -205,6 +211,12 @@ class NixlTransferEngine(TransferEngine):
             raise PeerRefused(Refusal.METADATA, f"{error}; both sides must run one version") from error
         if len(envelope.versions) != len(peer.regions):
             raise PeerRefused(Refusal.METADATA, "its landing regions and their versions differ in number")
+        if self._settings.net_devices == NO_NETWORK and envelope.process.boot_id != ProcessIdentity.own().boot_id:
+            raise PeerRefused(
+                Refusal.TRANSPORT,
+                "it is on another host, and UCX may use no network here; with TLS on, name a network that you trust "
+                "(transfer.trusted_network)",
+            )
         if self._ledger.has_departed(peer.incarnation) or envelope.process.liveness() is Liveness.DEAD:
             raise PeerRefused(
                 Refusal.INCARNATION, f"{peer.incarnation} is gone; a restarted peer has a new incarnation"

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from headrace.kvcache.transfer.base import TransferSettings
+from headrace.kvcache.transfer.base import LOCAL_TRANSPORTS, NO_NETWORK, TRANSPORTS, TransferSettings
 
 _LOG = logging.getLogger(__name__)
 _LIBC = ctypes.CDLL(None)
@@ -43,14 +43,25 @@ _WIRE = re.compile(r"(\w+)/\S+")
 
 
 def wire_environment(settings: TransferSettings) -> dict[str, str]:
-    """UCX's variables for these settings. TCP stays possible for connection set-up; check the wire taken afterwards."""
+    """UCX's variables for these settings. TCP, or without a network shared memory, stays possible for connection
+    set-up; check the wire taken afterwards."""
     environment = {"UCX_PROTO_INFO": "y"}
+    if settings.net_devices == NO_NETWORK:
+        local = (settings.allowed_transports or TRANSPORTS) & LOCAL_TRANSPORTS | {"shm"}
+        environment["UCX_TLS"] = ",".join(["self", *(name for wire in sorted(local) for name in _TLS[wire])])
+        return environment
     if settings.net_devices != "all":
         environment["UCX_NET_DEVICES"] = settings.net_devices
     if settings.allowed_transports is not None:
         names = [name for wire in sorted(settings.allowed_transports | {"tcp"}) for name in _TLS[wire]]
         environment["UCX_TLS"] = ",".join(names)
     return environment
+
+
+def backend_parameters(settings: TransferSettings) -> dict[str, str]:
+    """NIXL's parameters of its UCX backend. UCX has a handler of a peer's death over TCP alone, and refuses to start
+    when it is asked for one without; a write to a process that is gone fails in its post all the same (tested)."""
+    return {"ucx_error_handling_mode": "none"} if settings.net_devices == NO_NETWORK else {}
 
 
 _environment_lock = threading.Lock()
