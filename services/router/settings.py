@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import ByteSize, Field, SecretStr, model_validator
 
 from headrace.services.runtime.registry.base import Role
-from headrace.services.runtime.settings import Section, ServiceSettings
+from headrace.services.runtime.settings import FrontSettings, Section, ServiceSettings
 
 
 class AdmissionSection(Section):
@@ -77,11 +77,14 @@ class RouterSection(Section):
     """Secret of at least 16 characters from which tenants' cache salts derive; routers of one cluster share it.
     Default: drawn at start, so cached prefixes are not found again after a restart of the router."""
     tenants: Path | None = None
-    """TOML file that says which API key is whose (docs/operate.md, Tenants); read at start. Without it every caller is
-    the tenant `default`."""
+    """TOML file that says which API key is whose (docs/operate.md, Tenants); followed. Without it, `keys` and section
+    `tokens` every caller is the tenant `default`."""
+    keys: str | None = None
+    """Store of API keys that `headrace keys` writes: a file, or `etcd` for the registry's etcd. A key that is revoked
+    there is refused within seconds."""
     operator_key: SecretStr | None = None
     """One more operator's API key beside those of `tenants`, for whoever starts this process; `headrace up` draws one
-    at each start. Give it by its environment variable, which `ps` does not show. Unused without `tenants`."""
+    at each start. Give it by its environment variable, which `ps` does not show. Unused where nobody is asked."""
     load_stale_seconds: float = Field(default=10.0, gt=0)
     """A load report older than this is ignored (L22)."""
     reserve_timeout_seconds: float = Field(default=5.0, gt=0)
@@ -108,6 +111,31 @@ class RouterSection(Section):
                 f"silence_seconds {self.silence_seconds:g} is less than two renewals of {self.renew_seconds:g} s: a "
                 "replica that is late once would count as stalled"
             )
+        return self
+
+
+class TokenSection(Section):
+    """JSON Web Tokens as credentials beside API keys."""
+
+    keys: Path | None = None
+    """The issuer's public keys: a JWKS document or one in PEM; followed. Setting it turns tokens on."""
+    issuer: str = ""
+    """What the claim `iss` must be."""
+    audience: str = ""
+    """What the claim `aud` must be or hold."""
+    algorithms: tuple[Literal["RS256", "ES256", "EdDSA"], ...] = ("ES256", "EdDSA", "RS256")
+    """Signatures that are taken."""
+    leeway_seconds: float = Field(default=30.0, ge=0, le=600)
+    """How far the issuer's clock may be off."""
+    tenant_claim: str = "tenant"
+    """The claim that names the tenant, or the operator."""
+    role_claim: str = "role"
+    """The claim that says `operator`; without it the holder is a tenant."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.keys is not None and not (self.issuer and self.audience):
+            raise ValueError("issuer and audience are needed: a token for somebody else must not be good here")
         return self
 
 
@@ -172,8 +200,23 @@ class RouterSettings(ServiceSettings):
     ROLE: ClassVar[Role] = Role.ROUTER
 
     router: RouterSection = RouterSection()
+    tokens: TokenSection = TokenSection()
+    front: FrontSettings = FrontSettings()
     balance: BalanceSection = BalanceSection()
     index: IndexSection = IndexSection()
     admission: AdmissionSection = AdmissionSection()
     requests: RequestSection = RequestSection()
     replay: ReplaySection = ReplaySection()
+
+    @property
+    def asks_who_calls(self) -> bool:
+        """Callers need a credential."""
+        return self.router.tenants is not None or self.router.keys is not None or self.tokens.keys is not None
+
+    @model_validator(mode="after")
+    def _front_asks(self) -> Self:
+        if self.front.port is not None and not self.asks_who_calls:
+            raise ValueError(
+                "front.port takes callers without a certificate: set router.keys, router.tenants or tokens.keys"
+            )
+        return self

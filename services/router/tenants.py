@@ -1,33 +1,51 @@
 """Who calls, and what is derived for a tenant: the name comes from the credential, never from the request (L25).
 
-`router.tenants` names a TOML file, read once at start:
+A call brings `authorization: Bearer CREDENTIAL` as gRPC metadata. The credential is an API key of the store that
+`headrace keys` writes (`router.keys`, api_keys.py), a JWT (section `tokens`, tokens.py), or an API key whose digest
+stands in the TOML file that `router.tenants` names:
 
     [tenants.acme]
     keys = ["<SHA-256 of an API key, 64 hexadecimal digits>"]
-    sharing_domain = "acme-group"     # optional: tenants of one domain share prefixes and images
-    traffic_class = "agent"           # optional: class of requests that name none (agent, chat, batch)
-    max_priority = 0                  # optional: highest priority that its requests may ask for
+    sharing_domain = "acme-group"     # optional, as the rest: the fields of TenantLimits
+    traffic_class = "agent"
+    max_priority = 0
+    requests_per_second = 10
 
     [operators.alice]
     keys = ["…"]                      # may manage the cache through this router
 
-A call brings `authorization: Bearer KEY` as gRPC metadata. Keys are compared by digest, all of them, in constant time.
-Without a file everybody is the tenant `default` and may operate, which is right for a machine of one's own.
+All are followed while the router runs. Secrets are compared by digest, in constant time. Without any of the three
+everybody is the tenant `default` and may operate, which is right for a machine of one's own.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
+import time
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self
+from typing import Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from headrace.kvcache.keys import tenant_salt
+from headrace.services.router.api_keys import (
+    NEVER,
+    Digest,
+    KeyRecord,
+    KeyRole,
+    KeysDocument,
+    Name,
+    TenantLimits,
+    digest_of,
+    key_id,
+)
+from headrace.services.router.tokens import TokenVerifier, looks_like_token
+from headrace.services.runtime import logs
 from headrace.services.runtime.errors import NotFound, PermissionDenied, Unauthenticated
 from headrace.services.runtime.settings_load import SettingsError
 from headrace.v1 import common_pb2
@@ -42,7 +60,13 @@ _CLASSES: Final = {
     "chat": common_pb2.TRAFFIC_CLASS_CHAT,
     "batch": common_pb2.TRAFFIC_CLASS_BATCH,
 }
-_NO_KEY: Final = "no valid API key; send it as metadata `authorization: Bearer KEY`"
+_NO_KEY: Final = "no valid credential; send an API key or token as metadata `authorization: Bearer KEY`"
+_ANY: Final = TenantLimits()
+"""Of everybody where nobody is asked who he is."""
+FOLLOW_SECONDS: Final = 1.0
+"""How often the files are looked at."""
+MAX_REMEMBERED: Final = 4096
+_log = logs.get(__name__)
 
 
 class TenantKeys:
@@ -71,6 +95,7 @@ class Tenant:
     """Of requests that give none."""
     max_priority: int | None = None
     """None: any."""
+    limits: TenantLimits = field(default_factory=TenantLimits)
 
     def check_priority(self, priority: int) -> None:
         """Raises PermissionDenied for a priority above what the credential allows."""
@@ -81,23 +106,96 @@ class Tenant:
 
 
 class Tenants:
-    """All callers that this router knows."""
+    """All callers that this router knows. Belongs to the event loop's thread."""
 
-    def __init__(self, secret: bytes, path: Path | None = None, operator_key: str = "") -> None:
-        """`operator_key`: the API key of whoever started this router, an operator beside the file's; empty: nobody's.
+    def __init__(
+        self,
+        secret: bytes,
+        path: Path | None = None,
+        operator_key: str = "",
+        *,
+        keyed: bool = False,
+        tokens: TokenVerifier | None = None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """`operator_key`: the API key of whoever started this router, an operator beside the others; empty: nobody's.
+        `keyed`: there is a store of API keys, whose document `take` is given. `tokens`: JWTs are taken, too.
 
         Raises SettingsError for a file that cannot be read or says something wrong."""
         self._secret = secret
+        self._path = path
+        self._tokens = tokens
+        self._wall = wall
+        self._stamp: tuple[int, int] | None = None
         self._by_digest: list[tuple[bytes, Tenant | None, str]] = []
-        """Digest, tenant (None: not one), operator's name or empty."""
-        self._open = Tenant(TENANT, TenantKeys(secret, TENANT)) if path is None else None
-        if path is not None:
-            self._read(path)
-            if operator_key:
-                self._by_digest.append((hashlib.sha256(operator_key.encode()).digest(), None, LAUNCHER))
+        """Of the file: digest, tenant (None: not one), operator's name or empty."""
+        self._own = hashlib.sha256(operator_key.encode()).digest() if operator_key else None
+        self._in_file: dict[str, TenantLimits] = {}
+        self._document = KeysDocument()
+        self._by_id: dict[str, KeyRecord] = {}
+        self._made: dict[str, Tenant] = {}
+        """Tenants by name, made when they are first met."""
+        self._open = None if path is not None or keyed or tokens is not None else self._make(TENANT, _ANY)
+        self.reload()
+
+    @property
+    def is_open(self) -> bool:
+        """Nobody is asked who he is."""
+        return self._open is not None
+
+    def take(self, document: KeysDocument) -> None:
+        """The store's document as it is now: revoked keys are worth nothing from here on."""
+        self._document = document
+        self._by_id = {key.id: key for key in document.keys}
+        self._made.clear()
+
+    def reload(self) -> bool:
+        """Read the files again if they have changed; whether anything has. Raises SettingsError; what was read before
+        stays in force then."""
+        changed = self._tokens is not None and self._tokens.reload()
+        if self._path is None:
+            return changed
+        try:
+            found = self._path.stat()
+        except OSError as error:
+            raise SettingsError(f"router.tenants: cannot read {self._path}: {error.strerror}") from error
+        stamp = (found.st_mtime_ns, found.st_size)
+        if stamp == self._stamp:
+            return changed
+        document = _read(self._path)
+        self._stamp = stamp
+        self._made.clear()
+        self._in_file = {
+            name: TenantLimits.model_validate(entry.model_dump(exclude={"keys"}))
+            for name, entry in document.tenants.items()
+        }
+        self._by_digest = [
+            (bytes.fromhex(key), self._tenant(name), "")
+            for name, entry in document.tenants.items()
+            for key in entry.keys
+        ]
+        self._by_digest += [
+            (bytes.fromhex(key), None, name) for name, operator in document.operators.items() for key in operator.keys
+        ]
+        return True
+
+    async def follow(self) -> None:
+        """Keep up with the files for ever; a background task of the process."""
+        told = ""
+        while self._path is not None or self._tokens is not None:
+            await asyncio.sleep(FOLLOW_SECONDS)
+            try:
+                if self.reload():
+                    _log.info("credentials were read again")
+                told = ""
+            except SettingsError as error:
+                if str(error) != told:
+                    _log.warning("credentials cannot be read; the former ones stay in force", error=str(error))
+                told = str(error)
 
     def caller(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Tenant:
-        """The tenant of a call. Raises Unauthenticated when a key is needed and none or an unknown one is given."""
+        """The tenant of a call. Raises Unauthenticated when a credential is needed and none, a wrong, expired or
+        revoked one is given."""
         if self._open is not None:
             return self._open
         tenant, _ = self._find(metadata)
@@ -106,68 +204,101 @@ class Tenants:
         return tenant
 
     def operator(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-        """The operator's name. Raises Unauthenticated, or PermissionDenied for a tenant's key."""
+        """The operator's name. Raises Unauthenticated, or PermissionDenied for a tenant's credential."""
         if self._open is not None:
             return TENANT
         tenant, operator = self._find(metadata)
         if not operator and tenant is None:
             raise Unauthenticated(_NO_KEY)
         if not operator:
-            raise PermissionDenied("this needs an operator's API key; yours is a tenant's")
+            raise PermissionDenied("this needs an operator's credential; yours is a tenant's")
         return operator
 
     def keys_of(self, tenant: str) -> TenantKeys:
         """What is derived for a tenant by name, for operators. Raises NotFound for one that is not served here."""
-        if self._open is not None and tenant == self._open.name:
-            return self._open.keys
-        for _, known, _ in self._by_digest:
-            if known is not None and known.name == tenant:
-                return known.keys
-        raise NotFound(
-            f"no tenant {tenant!r} is served by this router; name the one whose prefixes are meant (--tenant)",
-            field="tenant",
-        )
+        if not self.serves(tenant):
+            raise NotFound(
+                f"no tenant {tenant!r} is served by this router; name the one whose prefixes are meant (--tenant)",
+                field="tenant",
+            )
+        return self._open.keys if self._open is not None else self._tenant(tenant).keys
 
     def serves(self, tenant: str) -> bool:
         """Whether requests can be this tenant's."""
         if self._open is not None:
             return tenant == self._open.name
-        return any(known is not None and known.name == tenant for _, known, _ in self._by_digest)
+        return tenant in self._in_file or tenant in self._document.tenants or tenant in self._made
 
     def tag(self, tenant: str) -> bytes:
         """The tag of any tenant by name, known here or not: what it stored may outlive its entry in the file."""
         return tenant_tag(self._secret, tenant)
 
     def _find(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> tuple[Tenant | None, str]:
+        """(tenant, operator's name or empty). Raises Unauthenticated for a credential that was good once, or a bad
+        token."""
+        credential = bearer(metadata)
+        identifier = key_id(credential)
+        if identifier is not None:
+            return self._of_record(credential, self._by_id.get(identifier))
+        if self._tokens is not None and looks_like_token(credential):
+            named = self._tokens.verify(credential)
+            return self._holder(named.role, named.name)
+        return self._of_digest(credential)
+
+    def _of_record(self, credential: bytes, record: KeyRecord | None) -> tuple[Tenant | None, str]:
+        """An unknown id costs the same comparison."""
+        expected = NEVER if record is None else record.digest.lower()
+        if not hmac.compare_digest(digest_of(credential), expected) or record is None:
+            return None, ""
+        now = self._wall()
+        if not record.usable(now):
+            raise Unauthenticated(f"this API key is {record.state(now)}; ask an operator for another")
+        return self._holder(record.role, record.name)
+
+    def _of_digest(self, credential: bytes) -> tuple[Tenant | None, str]:
         """Every digest is compared, found or not, so that the time says nothing."""
-        digest = hashlib.sha256(bearer(metadata)).digest()
+        digest = hashlib.sha256(credential).digest()
         found: tuple[Tenant | None, str] = (None, "")
         for known, tenant, operator in self._by_digest:
             if hmac.compare_digest(known, digest):
                 found = (tenant, operator)
+        if self._own is not None and hmac.compare_digest(self._own, digest):
+            found = (None, LAUNCHER)
         return found
 
-    def _read(self, path: Path) -> None:
-        try:
-            document = _File.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-        except OSError as error:
-            raise SettingsError(f"router.tenants: cannot read {path}: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise SettingsError(f"router.tenants: {path} is no TOML: {error}") from error
-        except ValidationError as error:
-            problem = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(str(part) for part in problem["loc"])
-            raise SettingsError(f"router.tenants: {path}: {where or 'the file'}: {problem['msg']}") from None
-        for name, entry in document.tenants.items():
-            tenant = Tenant(
-                name,
-                TenantKeys(self._secret, name, entry.sharing_domain),
-                _CLASSES[entry.traffic_class],
-                entry.max_priority,
-            )
-            self._by_digest += [(bytes.fromhex(key), tenant, "") for key in entry.keys]
-        for name, operator in document.operators.items():
-            self._by_digest += [(bytes.fromhex(key), None, name) for key in operator.keys]
+    def _holder(self, role: KeyRole, name: str) -> tuple[Tenant | None, str]:
+        return (None, name) if role is KeyRole.OPERATOR else (self._tenant(name), "")
+
+    def _tenant(self, name: str) -> Tenant:
+        tenant = self._made.get(name)
+        if tenant is None:
+            if len(self._made) >= MAX_REMEMBERED:
+                self._made.clear()
+            limits = self._in_file.get(name) or self._document.tenants.get(name) or TenantLimits()
+            tenant = self._made[name] = self._make(name, limits)
+        return tenant
+
+    def _make(self, name: str, limits: TenantLimits) -> Tenant:
+        return Tenant(
+            name,
+            TenantKeys(self._secret, name, limits.sharing_domain),
+            _CLASSES[limits.traffic_class],
+            None if limits is _ANY else limits.max_priority,
+            limits,
+        )
+
+
+def _read(path: Path) -> _File:
+    try:
+        return _File.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise SettingsError(f"router.tenants: cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"router.tenants: {path} is no TOML: {error}") from error
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in problem["loc"])
+        raise SettingsError(f"router.tenants: {path}: {where or 'the file'}: {problem['msg']}") from None
 
 
 def bearer(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes:
@@ -181,40 +312,37 @@ def bearer(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes:
     return b""
 
 
-_Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$")]
-_Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")]
 _EMPTY_KEY: Final = hashlib.sha256(b"").hexdigest()
 
 
 class _Keyed(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    keys: tuple[_Digest, ...] = Field(min_length=1)
+    keys: tuple[Digest, ...] = Field(min_length=1)
 
 
-class _TenantEntry(_Keyed):
-    sharing_domain: str = Field(default="", max_length=64)
-    traffic_class: Literal["agent", "chat", "batch"] = "chat"
-    max_priority: int = 0
+class _TenantEntry(TenantLimits):
+    keys: tuple[Digest, ...] = Field(min_length=1)
 
 
 class _File(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    tenants: Mapping[_Name, _TenantEntry] = Field(default_factory=dict)
-    operators: Mapping[_Name, _Keyed] = Field(default_factory=dict)
+    tenants: Mapping[Name, _TenantEntry] = Field(default_factory=dict)
+    operators: Mapping[Name, _Keyed] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _distinct(self) -> Self:
         """One key is one caller; the digest of nothing is no key."""
         seen: set[str] = set()
-        for entry in (*self.tenants.values(), *self.operators.values()):
-            for key in entry.keys:
-                if key.lower() == _EMPTY_KEY:
-                    raise ValueError("a key is the SHA-256 of the empty string: hash the API key itself")
-                if key.lower() in seen:
-                    raise ValueError(f"the key {key[:8]}… stands in the file twice")
-                seen.add(key.lower())
+        of_tenants = [key for entry in self.tenants.values() for key in entry.keys]
+        of_operators = [key for entry in self.operators.values() for key in entry.keys]
+        for key in of_tenants + of_operators:
+            if key.lower() == _EMPTY_KEY:
+                raise ValueError("a key is the SHA-256 of the empty string: hash the API key itself")
+            if key.lower() in seen:
+                raise ValueError(f"the key {key[:8]}… stands in the file twice")
+            seen.add(key.lower())
         if not self.tenants:
             raise ValueError("no [tenants.NAME] in it; name at least one, or leave router.tenants unset")
         return self
