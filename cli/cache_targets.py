@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.cli.client import RouterClient
+from headrace.cli.client_tls import client_tls
 from headrace.cli.exits import CliError, Exit
 from headrace.cli.store_secret import SECRET_FILE, VARIABLE, store_secret
 from headrace.services.runtime.errors import NotFound
@@ -111,7 +112,7 @@ async def _next(messages: object) -> control_pb2.VerifyCacheResponse:
 @contextmanager
 def cluster(router: str, api_key: str | None) -> Iterator[CacheTarget]:
     """A running cluster, by its router."""
-    with RouterClient(router, api_key=api_key) as client:
+    with RouterClient(router, api_key=api_key, tls=client_tls(router)) as client:
         yield client
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar, cast
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from headrace.cli.client_tls import ClientTls
 from headrace.services.runtime.errors import HeadraceError, from_rpc_error
 from headrace.v1 import (
     control_pb2,
@@ -32,11 +33,19 @@ CALL_SECONDS: Final = 10.0
 class RouterClient:
     """One channel to a router. All calls raise HeadraceError. May be shared by threads."""
 
-    def __init__(self, address: str, *, api_key: str | None = None, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        """`api_key` says who calls, where the router asks for it (router.tenants)."""
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str | None = None,
+        tls: ClientTls | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        """`api_key` says who calls, where the router asks for it (router.tenants); `tls` is the cluster's, None where
+        it has none."""
         self.address = address
         self._credential = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
-        self._channel = open_channel(address, max_message_bytes)
+        self._channel = open_channel(address, max_message_bytes, tls)
         self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._control = control_pb2_grpc.ControlServiceStub(self._channel)
 
@@ -122,17 +131,21 @@ class RouterClient:
 
 
 def replica_status(
-    address: str, *, check_integrity: bool = False, timeout_s: float = CALL_SECONDS
+    address: str,
+    *,
+    check_integrity: bool = False,
+    timeout_s: float = CALL_SECONDS,
+    tls: ClientTls | None = None,
 ) -> control_pb2.StatusResponse:
     """State of any process of the system. Raises HeadraceError."""
     request = control_pb2.StatusRequest(check_integrity=check_integrity)
-    with open_channel(address) as channel:
+    with open_channel(address, tls=tls) as channel:
         return _answered(lambda: control_pb2_grpc.ControlServiceStub(channel).Status(request, timeout=timeout_s))
 
 
-def replica_is_ready(address: str, timeout_s: float = 1.0) -> bool:
+def replica_is_ready(address: str, timeout_s: float = 1.0, tls: ClientTls | None = None) -> bool:
     """Whether the health service of a process says `ready`; False when it does not answer."""
-    with open_channel(address) as channel:
+    with open_channel(address, tls=tls) as channel:
         try:
             # The published stubs of the health package lack the stub's methods.
             answer = cast(Any, health_pb2_grpc.HealthStub(channel)).Check(
@@ -143,17 +156,17 @@ def replica_is_ready(address: str, timeout_s: float = 1.0) -> bool:
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def open_channel(address: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.Channel:
-    """A plain-text channel; environment proxies are never used."""
-    return grpc.insecure_channel(
-        address,
-        options=[
-            ("grpc.max_send_message_length", max_message_bytes),
-            ("grpc.max_receive_message_length", max_message_bytes),
-            ("grpc.enable_http_proxy", 0),
-            ("grpc.use_local_subchannel_pool", 1),
-        ],
-    )
+def open_channel(
+    address: str, max_message_bytes: int = MAX_MESSAGE_BYTES, tls: ClientTls | None = None
+) -> grpc.Channel:
+    """A channel, plain text without `tls`; environment proxies are never used."""
+    options = [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    return grpc.insecure_channel(address, options=options) if tls is None else tls.open(address, options)
 
 
 def typed(error: grpc.RpcError) -> HeadraceError:

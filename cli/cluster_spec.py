@@ -21,6 +21,8 @@ SECTION_ROLES: Final[Mapping[str, tuple[str, ...]]] = {
     "prefill": ("prefill",),
     "decode": ("decode",),
     "router": ("router",),
+    "front": ("router",),
+    "tokens": ("router",),
     "admission": ("router",),
     "balance": ("router",),
     "index": ("router",),
@@ -66,6 +68,8 @@ class ClusterSpec:
     """A TOML file for all processes (docs/settings.md)."""
     store: str | None = None
     """Where prefixes are kept beyond the workers' lives: a folder, or a URL of `cache.store`. None: nowhere."""
+    tls: bool = False
+    """Mutual TLS, with an authority of its own in the run directory."""
     memory_bytes: int | None = None
     """What all processes together may use; None: what the cgroup leaves (L29)."""
 

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from headrace.cli.ask import Answer, Choice, Message, chat_prompt, text_prompt
 from headrace.cli.client import RouterClient
+from headrace.cli.client_tls import client_tls
 from headrace.cli.cluster_spec import parse_choice
 from headrace.cli.exits import CliError, Exit
 from headrace.cli.failures import cli_error, told
@@ -120,7 +121,7 @@ def _read(path: Path) -> bytes:
 def generate(router: str, options: GenerateOptions, api_key: str | None = None) -> int:
     """Run one request; the exit status."""
     request = build_request(options)
-    with told(router), RouterClient(router, api_key=api_key) as client:
+    with told(router), RouterClient(router, api_key=api_key, tls=client_tls(router)) as client:
         events = client.generate(request, options.timeout_s)
         if options.as_json:
             answer = Answer()

@@ -27,11 +27,13 @@ from typing import Final, Self
 import headrace
 from headrace.cli.child import Child, ChildSpec, address_file, describe_end
 from headrace.cli.client import RouterClient, replica_is_ready
+from headrace.cli.client_tls import OPERATOR, TLS_FOLDER, ClientTls, identity
 from headrace.cli.cluster_memory import WorkerMemory, device_of, gpu_free_bytes, plan_memory
 from headrace.cli.cluster_spec import ClusterSpec, role_of, router_store_sets, user_sets
 from headrace.cli.exits import CliError, Exit
 from headrace.cli.store_secret import VARIABLE, store_secret
 from headrace.services.runtime.errors import HeadraceError
+from headrace.services.runtime.peers import Peer, PeerRole
 from headrace.v1 import control_pb2, registry_pb2
 
 POLL_SECONDS: Final = 0.05
@@ -116,8 +118,13 @@ class LocalCluster:
     def client(self) -> RouterClient:
         """A client of the router with an operator's key, closed with the cluster."""
         if self._client is None:
-            self._client = RouterClient(self.router, api_key=self._operator_key)
+            self._client = RouterClient(self.router, api_key=self._operator_key, tls=self.tls)
         return self._client
+
+    @property
+    def tls(self) -> ClientTls | None:
+        """The launcher's certificate; None: plain text."""
+        return identity(self.run_dir / TLS_FOLDER) if self.spec.tls else None
 
     def child(self, name: str) -> Child:
         """A child by its replica name, e.g. `decode-0`."""
@@ -138,6 +145,8 @@ class LocalCluster:
     def _start(self, deadline: float) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         memory = plan_memory(self.spec)
+        if self.spec.tls:
+            self._make_certificates()
         self._spawn("router-0", (), memory)
         self._until(lambda: self.children[0].address is not None, deadline, "the router to listen")
         for name in self.spec.names[1:]:
@@ -148,6 +157,9 @@ class LocalCluster:
     def _spawn(self, name: str, wiring: tuple[str, ...], memory: Mapping[str, WorkerMemory]) -> None:
         spec, role = self.spec, role_of(name)
         sets = [*self._derived_sets(name, memory.get(name)), *user_sets(spec.sets, role), *wiring]
+        if spec.tls:
+            files = identity(self.run_dir / TLS_FOLDER, name)
+            sets += [f"tls.ca={files.ca}", f"tls.cert={files.cert}", f"tls.key={files.key}"]
         # The launcher depends on these; whatever the user's own settings say of them, they hold.
         sets += [
             f"replica_id={name}",
@@ -163,6 +175,19 @@ class LocalCluster:
         child = ChildSpec(name, role, tuple(command), self._child_environ(role), spec.cores(name))
         self.children.append(Child(child, self.run_dir))
         self._on_change()
+
+    def _make_certificates(self) -> None:
+        """An authority for this run, a certificate for each child, and the launcher's own."""
+        from headrace.cli.certificates import issue, make_authority, own_hosts
+
+        folder = self.run_dir / TLS_FOLDER
+        if not (folder / "ca.key").exists():
+            make_authority(folder)
+        for name in self.spec.names:
+            issue(folder, Peer(PeerRole(role_of(name)), name), own_hosts())
+        issue(folder, Peer(PeerRole.OPERATOR), name=OPERATOR)
+        issue(folder, Peer(PeerRole.CLIENT), name="client")
+        issue(folder, Peer(PeerRole.MONITOR), name="monitor")
 
     def _derived_sets(self, name: str, memory: WorkerMemory | None) -> list[str]:
         spec, role = self.spec, role_of(name)
@@ -218,7 +243,7 @@ class LocalCluster:
     def _all_ready(self) -> bool:
         for child in self.children:
             address = child.address
-            if child.name not in self.ready and address is not None and replica_is_ready(address):
+            if child.name not in self.ready and address is not None and replica_is_ready(address, tls=self.tls):
                 self.ready.add(child.name)
         return len(self.ready) == len(self.children)
 

@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 
 from headrace.cli.cache_commands import app as cache_app
+from headrace.cli.certs_commands import app as certs_app
 from headrace.cli.exits import CliError, Exit
+from headrace.cli.keys_commands import app as keys_app
 
 app = typer.Typer(
     name="headrace",
@@ -22,6 +24,8 @@ app = typer.Typer(
 model_app = typer.Typer(name="model", no_args_is_help=True, rich_markup_mode=None, help="Get, make and list models.")
 app.add_typer(model_app)
 app.add_typer(cache_app)
+app.add_typer(certs_app)
+app.add_typer(keys_app)
 
 Sets = Annotated[
     list[str] | None,
@@ -65,6 +69,9 @@ def up(
             metavar="DIR|URL", help="Keep computed prefixes here, beyond this run: a folder, 3fs:// or seaweedfs://."
         ),
     ] = None,
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Mutual TLS on every port; certificates are made in the run directory.")
+    ] = False,
     sets: Sets = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where logs go; kept at the end.")] = None,
     keep_going: Annotated[bool, typer.Option("--keep-going", help="Go on when a worker dies.")] = False,
@@ -88,6 +95,7 @@ def up(
         sets=tuple(sets or ()),
         config=config,
         store=store,
+        tls=tls,
         memory_bytes=parse_bytes("--memory", memory) if memory else None,
     )
     raise typer.Exit(up(spec, UpOptions(run_dir, keep_going, json, start_timeout)))

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from headrace.cli.ask import Answer, token_prompt
 from headrace.cli.client import RouterClient
+from headrace.cli.client_tls import client_tls
 from headrace.cli.exits import CliError, Exit
 from headrace.cli.failures import told
 from headrace.cli.progress import progress_bar
@@ -112,7 +113,7 @@ def play(
 def replay(router: str, options: ReplayOptions, api_key: str | None = None) -> int:
     """Replay a trace and print what it was like; the exit status: FAILED when every request failed."""
     trace, dropped = _read(options)
-    with told(router), RouterClient(router, api_key=api_key) as client:
+    with told(router), RouterClient(router, api_key=api_key, tls=client_tls(router)) as client:
         prompts = _prompts(client, trace, options)
 
         def send(number: int, row: TraceRow, late: float) -> Result:

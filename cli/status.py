@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.cli.client import RouterClient, replica_status
+from headrace.cli.client_tls import client_tls
 from headrace.cli.exits import Exit
 from headrace.cli.failures import told
 from headrace.cli.tables import as_json, load_text, requests_text, role_name, state_name
@@ -18,13 +19,15 @@ from headrace.v1 import control_pb2, registry_pb2
 
 def status(router: str, api_key: str | None, *, check: bool, as_json_text: bool) -> int:
     """Print the state; UNHEALTHY when something is not ready or an integrity check found something."""
-    with told(router), RouterClient(router, api_key=api_key) as client:
+    with told(router), RouterClient(router, api_key=api_key, tls=client_tls(router)) as client:
         head = client.status(check_integrity=check)
         replicas: dict[str, control_pb2.StatusResponse] = {}
         unreachable: dict[str, str] = {}
         for member in head.members:
             try:
-                replicas[member.peer.replica_id] = replica_status(member.endpoint, check_integrity=check)
+                replicas[member.peer.replica_id] = replica_status(
+                    member.endpoint, check_integrity=check, tls=client_tls(router)
+                )
             except HeadraceError as error:
                 unreachable[member.peer.replica_id] = str(error)
     problems = _problems(head, replicas, unreachable)

@@ -14,7 +14,7 @@ from headrace.engine.messages import Cancel, Credit, Event, Finished, Renew, Tok
 from headrace.engine.request import RequestKey
 from headrace.services.decode.journal import RequestJournal
 from headrace.services.decode.journals import Journals
-from headrace.services.runtime import logs
+from headrace.services.runtime import logs, peers
 from headrace.services.runtime.clock import Clock
 from headrace.services.runtime.errors import Aborted, InvalidArgument
 from headrace.services.runtime.ids import short
@@ -154,6 +154,7 @@ class AttachHub:
             return
         if not first.router.incarnation:
             raise InvalidArgument("the first message names the router", field="router")
+        peers.require_claim(first.router, field="router")
         stream = RouterStream(first.router.incarnation)
         former = self._streams.get(stream.router)
         if former is not None:

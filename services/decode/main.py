@@ -62,12 +62,12 @@ async def _start(settings: DecodeSettings, folder: Path, life: Lifecycle) -> Non
         incarnation=life.incarnation,
         layout_fingerprint=loaded.facts.layout_fp,
         model_fingerprint=loaded.facts.model_fp,
-        settings=settings.transfer.engine_settings(),
+        settings=settings.transfer.engine_settings(tls=settings.tls.on),
     )
     life.on_close("transfer", partial(asyncio.to_thread, transfer.close))
     landing = make_landing(settings, loaded, life.incarnation)
     register_landing(transfer, landing)
-    channels = Channels(settings.rpc)
+    channels = Channels(settings.rpc, process.tls)
     life.on_close("channels", channels.close)
     events = EventLog(Source(process.replica_id, life.incarnation), loaded.pool.layout.block_tokens)
     tier = await WorkerTier.open(

@@ -16,6 +16,7 @@ from headrace.kvcache.transfer.base import TransferEngine
 from headrace.kvcache.transfer.pushes import Outcome, TerminalNotice
 from headrace.services.decode.attach import AttachHub
 from headrace.services.decode.journal import RequestJournal, Start
+from headrace.services.runtime import peers
 from headrace.services.runtime.clock import Clock
 from headrace.services.runtime.errors import FailedPrecondition, InvalidArgument, Unimplemented
 from headrace.services.worker.engine_link import EngineLink
@@ -77,6 +78,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             raise Unimplemented("embeddings", "decode does not compute images again; leave the field unset")
         if not request.spec.router.incarnation:
             raise InvalidArgument("names no router", field="spec.router")
+        peers.require_claim(request.spec.router, field="spec.router")
         spec = request.spec
         # No token goes out before the router has granted credit over its stream.
         wanted = engine_request(spec, self._facts, self._clock.monotonic(), credit=0)
@@ -135,6 +137,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     async def Commit(self, request: decode_pb2.CommitRequest, context: _Context) -> decode_pb2.CommitResponse:
         """See decode.proto. Every field of the handle is compared by the engine (L1)."""
+        peers.require_claim(request.sender, field="sender")
         handle = self._own(request.landing)
         key = request_key(request.landing.id, "landing.id")
         journal = self._hub.journal(key)
@@ -167,6 +170,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         """See decode.proto. However it ended, its rows will not be committed."""
         if request.outcome == decode_pb2.TRANSFER_OUTCOME_UNSPECIFIED:
             raise InvalidArgument("must say how the transfer ended", field="outcome")
+        peers.require_claim(request.sender, peers.PeerRole.PREFILL, peers.PeerRole.WHOLE, field="sender")
         if request.landing.receiver.incarnation == self._peer.incarnation:
             await self._link.call(TransferEnded(request.landing.transfer_id, complete=False))
             self._transfer.forget(request.landing.transfer_id)

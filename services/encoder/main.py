@@ -67,7 +67,7 @@ async def _start(settings: EncoderSettings, folder: Path, life: Lifecycle) -> No
         incarnation=life.incarnation,
         layout_fingerprint=None,
         model_fingerprint=model_fp,
-        settings=settings.transfer.engine_settings(),
+        settings=settings.transfer.engine_settings(tls=settings.tls.on),
     )
     life.on_close("transfer", partial(asyncio.to_thread, transfer.close))
     transfer.register(MemoryRegion(SOURCE, cache.memory))

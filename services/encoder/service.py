@@ -16,7 +16,7 @@ from headrace.kvcache.transfer.pushes import Outcome as TransferOutcome
 from headrace.kvcache.transfer.pushes import RowMove
 from headrace.services.encoder.cache import EmbeddingCache, Entry
 from headrace.services.encoder.encode import ImageEncoder
-from headrace.services.runtime import logs
+from headrace.services.runtime import logs, peers
 from headrace.services.runtime.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -75,6 +75,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
 
     async def Encode(self, request: encoder_pb2.EncodeRequest, context: _Context) -> encoder_pb2.EncodeResponse:
         """See encoder.proto. All images or none: a failure releases what the others were given (L10)."""
+        peers.require_claim(request.router, field="router")
         if request.model.model_fingerprint != self._identity.model_fingerprint:
             raise Incompatible("this encoder serves another model", field="model.model_fingerprint")
         if len(request.image_key) != 32:

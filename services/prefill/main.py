@@ -66,12 +66,12 @@ async def _start(settings: PrefillSettings, folder: Path, life: Lifecycle) -> No
         incarnation=life.incarnation,
         layout_fingerprint=loaded.facts.layout_fp,
         model_fingerprint=loaded.facts.model_fp,
-        settings=settings.transfer.engine_settings(),
+        settings=settings.transfer.engine_settings(tls=settings.tls.on),
     )
     life.on_close("transfer", partial(asyncio.to_thread, transfer.close))
     for region in loaded.source_regions():
         transfer.register(region)
-    channels = Channels(settings.rpc)
+    channels = Channels(settings.rpc, process.tls)
     life.on_close("channels", channels.close)
     receiver = _receiver(settings, loaded, transfer, channels, process)
     events = EventLog(Source(process.replica_id, life.incarnation), loaded.pool.layout.block_tokens)

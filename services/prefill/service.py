@@ -22,7 +22,7 @@ from headrace.services.prefill.hints import take_hints
 from headrace.services.prefill.run import Pins, PrefillRun
 from headrace.services.prefill.settings import PrefillSection
 from headrace.services.prefill.target import HandOverTarget
-from headrace.services.runtime import logs
+from headrace.services.runtime import logs, peers
 from headrace.services.runtime.clock import Clock
 from headrace.services.runtime.errors import (
     Aborted,
@@ -147,6 +147,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
     async def Run(self, request: prefill_pb2.RunRequest, context: _Context) -> AsyncIterator[prefill_pb2.RunResponse]:
         """See prefill.proto. Refusals are statuses; after Accepted the stream ends with handed_over or failed."""
+        peers.require_claim(request.spec.router, field="spec.router")
         key = request_key(request.spec.id, "spec.id")
         if key in self._runs:
             # The first call owns the grant: it is not given up here.

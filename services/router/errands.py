@@ -10,7 +10,6 @@ import grpc.aio
 
 from headrace.services.runtime import logs
 from headrace.services.runtime.errors import Unavailable, closed_is_unavailable, from_rpc_error
-from headrace.services.runtime.server import open_channel
 from headrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ async def recall(workers: Workers, endpoint: str, attempt: common_pb2.AttemptId)
     loop = asyncio.get_running_loop()
     until = loop.time() + RECALL_S
     refused = 0
-    async with open_channel(endpoint, workers.rpc) as channel:
+    async with workers.open_channel(endpoint) as channel:
         stub = prefill_pb2_grpc.PrefillServiceStub(channel)
         while True:
             try:

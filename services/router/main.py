@@ -17,6 +17,7 @@ from headrace.services.router.attempt import Attempts
 from headrace.services.router.caches import ClusterCaches
 from headrace.services.router.generate import Generation
 from headrace.services.router.images import ImageStage
+from headrace.services.router.key_stores import KeyStoreError, open_keys
 from headrace.services.router.model import load_served_model
 from headrace.services.router.prefix_metrics import add_prefix_metrics
 from headrace.services.router.prefixes import Prefixes
@@ -25,6 +26,7 @@ from headrace.services.router.settings import RouterSettings
 from headrace.services.router.snapshots import SnapshotPlanner
 from headrace.services.router.store_lookup import open_lookup
 from headrace.services.router.tenants import Tenants
+from headrace.services.router.tokens import TokenVerifier
 from headrace.services.router.workers import Workers
 from headrace.services.runtime import logs
 from headrace.services.runtime.control import Inspection, conservation
@@ -56,15 +58,21 @@ def run(settings: RouterSettings) -> int:
         raise SettingsError("router.salt_secret needs at least 16 characters")
     salt = secrets.token_bytes(32) if secret is None else secret.get_secret_value().encode()
     own_key = settings.router.operator_key
-    tenants = Tenants(salt, settings.router.tenants, "" if own_key is None else own_key.get_secret_value())
+    tenants = Tenants(
+        salt,
+        settings.router.tenants,
+        "" if own_key is None else own_key.get_secret_value(),
+        keyed=settings.router.keys is not None,
+        tokens=None if settings.tokens.keys is None else TokenVerifier(settings.tokens),
+    )
     return run_service(partial(_start, settings, settings.model.folder, tenants), settings.stop)
 
 
 async def _start(settings: RouterSettings, folder: Path, tenants: Tenants, life: Lifecycle) -> None:
-    process = ServiceProcess(settings, life, translate)
+    process = ServiceProcess(settings, life, translate, settings.front)
     model = await asyncio.to_thread(load_served_model, settings.model.name, folder, settings.router.protocol)
     native = await asyncio.to_thread(_native)
-    workers = Workers(settings, process.peer, process.clock, native)
+    workers = Workers(settings, process.peer, process.clock, native, process.tls)
     life.on_close("workers", workers.close)
     waits = process.metrics.histogram("admission_wait_seconds", "Time in the queue before the first turn")
     desk = AdmissionDesk(Admission(_limits(settings)), process.clock, waits.observe)
@@ -96,6 +104,7 @@ async def _start(settings: RouterSettings, folder: Path, tenants: Tenants, life:
     )
     registry = _registry(settings, process)
     life.on_close("registry", registry.close)
+    await _follow_credentials(settings, process, tenants)
     process.server.add(
         inference_pb2_grpc.add_InferenceServiceServicer_to_server,
         InferenceServicer(settings, model, tenants, generation, workers),
@@ -126,10 +135,29 @@ def _native() -> NativeRouter | None:
         return None
 
 
+async def _follow_credentials(settings: RouterSettings, process: ServiceProcess, tenants: Tenants) -> None:
+    """Who may call, before the port opens, and from then on. Raises SettingsError when the keys cannot be read."""
+    process.life.spawn(tenants.follow(), "credentials")
+    if settings.router.keys is None:
+        return
+    store = open_keys(settings.router.keys, settings.registry, settings.rpc, process.tls)
+    process.life.on_close("keys", store.close)
+    try:
+        tenants.take(await store.read())
+    except KeyStoreError as error:
+        raise SettingsError(f"router.keys: {error}") from error
+
+    async def follow() -> None:
+        async for document in store.follow():
+            tenants.take(document)
+
+    process.life.spawn(follow(), "keys")
+
+
 def _registry(settings: RouterSettings, process: ServiceProcess) -> Registry:
     """Embedded: this process holds the membership table and serves it to the workers."""
     if settings.registry.kind == "etcd":
-        return open_registry(settings.registry, settings.rpc)
+        return open_registry(settings.registry, settings.rpc, process.tls)
     embedded = EmbeddedRegistry()
     process.server.add(
         registry_pb2_grpc.add_RegistryServiceServicer_to_server,
@@ -197,7 +225,7 @@ def _limits(settings: RouterSettings) -> AdmissionLimits:
         max_running=section.max_running,
         max_waiting=section.max_waiting,
         max_waiting_tokens=section.max_waiting_tokens,
-        tenant_share=1.0 if settings.router.tenants is None else section.tenant_share,
+        tenant_share=section.tenant_share if settings.asks_who_calls else 1.0,
         quantum_tokens=section.quantum_tokens,
         room_wait_s=section.capacity_wait_seconds,
     )

@@ -22,6 +22,7 @@ from headrace.services.runtime.clock import Clock
 from headrace.services.runtime.errors import Unavailable
 from headrace.services.runtime.registry import base
 from headrace.services.runtime.server import open_channel
+from headrace.services.runtime.tls import Tls
 from headrace.v1 import common_pb2, decode_pb2_grpc, encoder_pb2_grpc, prefill_pb2_grpc
 
 _ROLES = {base.Role.ENCODER: Role.ENCODER, base.Role.PREFILL: Role.PREFILL, base.Role.DECODE: Role.DECODE}
@@ -75,10 +76,16 @@ class Workers:
     """Follows the registry. Everything here belongs to the event loop's thread."""
 
     def __init__(
-        self, settings: RouterSettings, router: common_pb2.PeerId, clock: Clock, native: NativeRouter | None = None
+        self,
+        settings: RouterSettings,
+        router: common_pb2.PeerId,
+        clock: Clock,
+        native: NativeRouter | None = None,
+        tls: Tls | None = None,
     ) -> None:
         """`native`: the C++ part of decisions; None: Python decides."""
         self._settings = settings
+        self._tls = tls
         self._router = router
         self._clock = clock
         self.fleet = Fleet(
@@ -101,7 +108,6 @@ class Workers:
         """Lives of decode replicas whose stream broke."""
         self._room: dict[RankId, tuple[int, int]] = {}
         """Free slots and rows of decode ranks, as last told."""
-        self.rpc = settings.rpc
         self.closing = False
         """No errand begins anything new."""
 
@@ -123,7 +129,7 @@ class Workers:
         worker = self._workers.get(key)
         joined = worker is None
         if worker is None:
-            worker = Worker(replica, open_channel(replica.endpoint, self._settings.rpc))
+            worker = Worker(replica, self.open_channel(replica.endpoint))
             if replica.role is base.Role.DECODE:
                 worker.link = self._link(replica, worker.channel)
             self._workers[key] = worker
@@ -136,6 +142,10 @@ class Workers:
             self.on_joined(worker)
         for load in replica.loads:
             self.report(replica, common_pb2.LoadReport.FromString(load))
+
+    def open_channel(self, endpoint: str) -> grpc.aio.Channel:
+        """A channel of the caller's own to a worker (host:port)."""
+        return open_channel(endpoint, self._settings.rpc, tls=self._tls)
 
     def _link(self, replica: base.Replica, channel: grpc.aio.Channel) -> DecodeLink:
         return DecodeLink(

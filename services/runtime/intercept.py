@@ -18,7 +18,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from prometheus_client import Histogram
 
-from headrace.services.runtime import errors, logs
+from headrace.services.runtime import errors, logs, peers
 from headrace.services.runtime.ids import new_request_id, valid_request_id
 from headrace.services.runtime.live import LiveSet, Outcome
 from headrace.services.runtime.metrics import Metrics
@@ -45,7 +45,11 @@ class _CallerLeft(Exception):
 class CallGuard(grpc.aio.ServerInterceptor):
     """The interceptor. `translate` turns exceptions of a lower layer (the engine's) into typed errors."""
 
-    def __init__(self, metrics: Metrics, translate: Translate | None = None) -> None:
+    def __init__(
+        self, metrics: Metrics, translate: Translate | None = None, door: peers.Doorkeeper | None = None
+    ) -> None:
+        """`door` lets calls in by their certificate; None: there are none."""
+        self._door = door
         self.admitting: set[str] = set()
         """Methods (/package.Service/Method) that bring new work."""
         self.draining = False
@@ -117,6 +121,8 @@ class CallGuard(grpc.aio.ServerInterceptor):
         started = time.monotonic()
         with logs.request_context(_request_id(context)), calls.within(object()) as ending:
             try:
+                if self._door is not None:
+                    peers.enter(self._door.admit(method, context.auth_context()))
                 if self.draining and method in self.admitting:
                     raise errors.Unavailable("this replica is draining; send the request to another one")
                 yield

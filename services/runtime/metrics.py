@@ -6,23 +6,32 @@ Names: headrace_<noun>_<unit>, counters end in _total. A gauge is computed when 
 
 from __future__ import annotations
 
+import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from socketserver import ThreadingMixIn
 from typing import Any, Final
-from wsgiref.simple_server import WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from headrace.services.runtime import logs, peers
+from headrace.services.runtime.errors import HeadraceError
 from headrace.services.runtime.live import LiveSet, Outcome
+from headrace.services.runtime.tls import Tls
 
 NAMESPACE: Final = "headrace"
 SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Default buckets of durations: one step of a small model up to a long generation."""
 
 Labels = tuple[str, ...]
+SCRAPE_TIMEOUT_S: Final = 10.0
+"""Longest silence of a scraper, its handshake included."""
+_log = logs.get(__name__)
 
 
 class Metrics:
@@ -99,20 +108,65 @@ class Metrics:
 
 
 class MetricsServer:
-    """The HTTP endpoint of a Metrics object; serves on a thread of its own."""
+    """The HTTP endpoint of a Metrics object; serves on threads of its own. With `tls` it is HTTPS, for certificates of
+    the roles in peers.SCRAPERS."""
 
-    def __init__(self, metrics: Metrics, host: str, port: int) -> None:
-        server, thread = start_http_server(port, addr=host, registry=metrics.registry)
-        self._server: WSGIServer = server
-        self._thread: threading.Thread = thread
+    def __init__(self, metrics: Metrics, host: str, port: int, tls: Tls | None = None) -> None:
+        """Raises OSError when the address is taken."""
+
+        class Server(_Server):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            material = tls
+
+        self._server = make_server(host, port, make_wsgi_app(metrics.registry), Server, _Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
         self.host = host
-        self.port: int = server.server_port
+        self.port: int = self._server.server_port
 
     def close(self) -> None:
         """Stop serving and free the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    material: Tls | None = None
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Handshakes are the connection's thread's: a silent caller holds nobody else up."""
+        connection, address = super().get_request()
+        connection.settimeout(SCRAPE_TIMEOUT_S)
+        context = None if self.material is None else self.material.current().context
+        if context is not None:
+            connection = context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return connection, address
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        if isinstance(request, ssl.SSLSocket):
+            request.do_handshake()
+            if not _may_scrape(request):
+                request.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+                return
+        super().finish_request(request, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        _log.debug("a scrape failed", exc_info=True)
+
+
+class _Handler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """No line for each scrape."""
+
+
+def _may_scrape(connection: ssl.SSLSocket) -> bool:
+    names: Any = (connection.getpeercert() or {}).get("subjectAltName", ())
+    try:
+        return peers.peer_of(value for kind, value in names if kind == "URI").role in peers.SCRAPERS
+    except HeadraceError:
+        return False
 
 
 class _Collected(Collector):

@@ -29,7 +29,8 @@ from headrace.services.runtime.registry.base import Registry, Replica, State
 from headrace.services.runtime.registry.member import Membership
 from headrace.services.runtime.registry.open import open_registry
 from headrace.services.runtime.server import ServiceServer
-from headrace.services.runtime.settings import ServiceSettings
+from headrace.services.runtime.settings import FrontSettings, ServiceSettings
+from headrace.services.runtime.tls import open_tls
 from headrace.v1 import common_pb2, control_pb2, control_pb2_grpc
 
 _log = logs.get(__name__)
@@ -38,7 +39,14 @@ _log = logs.get(__name__)
 class ServiceProcess:
     """One process's surroundings. Made first in the start function; closes itself with the Lifecycle."""
 
-    def __init__(self, settings: ServiceSettings, life: Lifecycle, translate: Translate | None = None) -> None:
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        life: Lifecycle,
+        translate: Translate | None = None,
+        front: FrontSettings | None = None,
+    ) -> None:
+        """Raises SettingsError when the TLS files cannot be used."""
         self.settings = settings
         self.life = life
         self.clock: Clock = SystemClock()
@@ -47,12 +55,16 @@ class ServiceProcess:
         logs.configure(settings.log, role=settings.ROLE.value, replica=self.replica_id)
         self.metrics = Metrics(role=settings.ROLE.value, replica=self.replica_id, model=settings.model.name)
         self.health = Health()
-        self.server = ServiceServer(settings.listen, settings.rpc, self.metrics, self.health, translate)
+        self.tls = open_tls(settings.tls)
+        """Of every port and channel of the process; None: plain text."""
+        self.server = ServiceServer(
+            settings.listen, settings.rpc, self.metrics, self.health, translate, self.tls, front
+        )
         self.metrics_endpoint = ""
         self.membership: Membership | None = None
         self._started_unix_ms = round(time.time() * 1000)
         if settings.metrics.enabled:
-            page = MetricsServer(self.metrics, settings.metrics.host, settings.metrics.port)
+            page = MetricsServer(self.metrics, settings.metrics.host, settings.metrics.port, self.tls)
             self.metrics_endpoint = f"{page.host}:{page.port}"
             life.on_close("metrics", _sync(page.close))
 
@@ -117,7 +129,7 @@ class ServiceProcess:
     ) -> Registry:
         """Run the canary, become ready, and be a member from then on. Returns the registry in use."""
         if registry is None:
-            registry = open_registry(self.settings.registry, self.settings.rpc)
+            registry = open_registry(self.settings.registry, self.settings.rpc, self.tls)
             self.life.on_close("registry", registry.close)
         await self.health.become_ready(canary)
         membership = Membership(

@@ -15,7 +15,10 @@ from headrace.services.runtime import logs
 from headrace.services.runtime.health import Health
 from headrace.services.runtime.intercept import CallGuard, Translate
 from headrace.services.runtime.metrics import Metrics
-from headrace.services.runtime.settings import ListenSettings, RpcSettings
+from headrace.services.runtime.peers import Doorkeeper
+from headrace.services.runtime.rotating import RotatingChannel
+from headrace.services.runtime.settings import FrontSettings, ListenSettings, RpcSettings
+from headrace.services.runtime.tls import Tls
 
 T = TypeVar("T")
 _log = logs.get(__name__)
@@ -35,7 +38,8 @@ class ServiceServer:
     """One grpc.aio server: health, reflection, request ids, typed errors, conservation counters (L11).
 
     Add servicers, then `start`. `refuse_admission` begins a drain; `stop` closes. `translate` turns exceptions of a
-    lower layer into typed errors.
+    lower layer into typed errors. With `tls` every caller shows a certificate, whose role says what it may call;
+    `front` is one more port, for clients without.
     """
 
     def __init__(
@@ -45,14 +49,20 @@ class ServiceServer:
         metrics: Metrics,
         health: Health,
         translate: Translate | None = None,
+        tls: Tls | None = None,
+        front: FrontSettings | None = None,
     ) -> None:
         self._listen = listen
-        self._guard = CallGuard(metrics, translate)
+        self._tls = tls
+        self._front = front
+        self._guard = CallGuard(metrics, translate, None if tls is None else Doorkeeper())
         self._health = health
         self._names: list[str] = [reflection.SERVICE_NAME]
         self._server = grpc.aio.server(interceptors=[self._guard], options=server_options(rpc))
         self.address = ""
         """host:port that peers use; set by `start`."""
+        self.front_address = ""
+        """host:port for clients without a certificate; empty without such a port."""
         self.add(
             health_pb2_grpc.add_HealthServicer_to_server,
             health.servicer,
@@ -82,18 +92,30 @@ class ServiceServer:
         """Bind and serve; returns the port. Raises OSError when the address is taken."""
         reflection.enable_server_reflection(self._names, self._server)
         await self._health.start()
-        host = self._listen.host
+        at, port = self._bind(self._listen.host, self._listen.port)
+        if self._front is not None and self._front.port is not None:
+            self.front_address, _ = self._bind(self._front.host, self._front.port, client_certificates=False)
+        await self._server.start()
+        self.address = self._listen.advertise or at
+        if self._listen.address_file is not None:
+            _write_whole(self._listen.address_file, f"{at}\n")
+        if self._front is not None and self._front.address_file is not None and self.front_address:
+            _write_whole(self._front.address_file, f"{self.front_address}\n")
+        _log.info("listening", address=at, advertised=self.address, tls=self._tls is not None)
+        return port
+
+    def _bind(self, host: str, port: int, *, client_certificates: bool = True) -> tuple[str, int]:
+        """The address (host:port) and port that are bound."""
         bound = f"[{host}]" if ":" in host else host
         try:
-            port = self._server.add_insecure_port(f"{bound}:{self._listen.port}")
+            if self._tls is None:
+                taken = self._server.add_insecure_port(f"{bound}:{port}")
+            else:
+                credentials = self._tls.server_credentials(client_certificates=client_certificates)
+                taken = self._server.add_secure_port(f"{bound}:{port}", credentials)
         except RuntimeError as error:
-            raise OSError(f"cannot listen on {bound}:{self._listen.port}: {error}") from error
-        await self._server.start()
-        self.address = self._listen.advertise or f"{bound}:{port}"
-        if self._listen.address_file is not None:
-            _write_whole(self._listen.address_file, f"{bound}:{port}\n")
-        _log.info("listening", address=f"{bound}:{port}", advertised=self.address)
-        return port
+            raise OSError(f"cannot listen on {bound}:{port}: {error}") from error
+        return f"{bound}:{taken}", taken
 
     async def refuse_admission(self) -> None:
         """Turn not ready for good and refuse admitting methods; everything else still works."""
@@ -137,8 +159,11 @@ def server_options(rpc: RpcSettings) -> list[tuple[str, int]]:
     ]
 
 
-def open_channel(address: str, rpc: RpcSettings, *, idle_pings: bool = True) -> grpc.aio.Channel:
-    """A plain-text channel to `address` (host:port) with the limits of `rpc`; close it when done.
+def open_channel(
+    address: str, rpc: RpcSettings, *, idle_pings: bool = True, tls: Tls | None = None
+) -> grpc.aio.Channel:
+    """A channel to `address` (host:port) with the limits of `rpc`; close it when done. Without `tls` it is plain text;
+    with it, it shows this process's certificate and follows its rotation.
 
     `idle_pings` is for servers of ours; others may take pings on a channel without calls for an attack.
 
@@ -146,20 +171,28 @@ def open_channel(address: str, rpc: RpcSettings, *, idle_pings: bool = True) -> 
     seconds (L8). Environment proxies are never used.
     """
     interval = int(rpc.keepalive_seconds * 1000)
-    return grpc.aio.insecure_channel(
-        address,
-        options=[
-            ("grpc.max_send_message_length", int(rpc.max_message_bytes)),
-            ("grpc.max_receive_message_length", int(rpc.max_message_bytes)),
-            ("grpc.keepalive_time_ms", interval),
-            ("grpc.keepalive_timeout_ms", interval),
-            ("grpc.keepalive_permit_without_calls", int(idle_pings)),
-            ("grpc.http2.max_pings_without_data", 0),
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            # This bounds one attempt to connect, too: a busy host may need a while for its handshake.
-            ("grpc.min_reconnect_backoff_ms", 5000),
-            ("grpc.max_reconnect_backoff_ms", 1000),
-            ("grpc.enable_http_proxy", 0),
-            ("grpc.use_local_subchannel_pool", 1),
-        ],
+    options: list[tuple[str, Any]] = [
+        ("grpc.max_send_message_length", int(rpc.max_message_bytes)),
+        ("grpc.max_receive_message_length", int(rpc.max_message_bytes)),
+        ("grpc.keepalive_time_ms", interval),
+        ("grpc.keepalive_timeout_ms", interval),
+        ("grpc.keepalive_permit_without_calls", int(idle_pings)),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        # This bounds one attempt to connect, too: a busy host may need a while for its handshake.
+        ("grpc.min_reconnect_backoff_ms", 5000),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    options += server_name_options(tls.server_name)
+    return RotatingChannel(
+        lambda: grpc.aio.secure_channel(address, tls.channel_credentials(), options=options), lambda: tls.generation
     )
+
+
+def server_name_options(name: str | None) -> list[tuple[str, str]]:
+    """gRPC core options by which a server's certificate must carry `name` instead of the host that is dialled."""
+    return [] if name is None else [("grpc.ssl_target_name_override", name)]

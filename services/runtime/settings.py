@@ -38,7 +38,7 @@ class ListenSettings(Section):
     """Where the gRPC server listens."""
 
     host: str = "127.0.0.1"
-    """Address to bind. Anything but loopback needs insecure_bind, as there is no TLS."""
+    """Address to bind. Anything but loopback needs TLS (section tls) or insecure_bind."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port to bind; 0 takes a free one."""
     advertise: str | None = None
@@ -50,14 +50,46 @@ class ListenSettings(Section):
     """Allow a plain-text listener that other machines can reach. Every caller is then the tenant `default`, or names
     itself by an API key that travels in plain text (router.tenants)."""
 
+
+class FrontSettings(Section):
+    """One more port of the router, for clients without a certificate of the cluster: InferenceService and health alone,
+    over TLS where section tls is set. Callers say who they are by API key or token."""
+
+    host: str = "127.0.0.1"
+    """Address to bind."""
+    port: int | None = Field(default=None, ge=0, le=65535)
+    """Port to bind; 0 takes a free one. Default: there is no such port, and clients need certificates."""
+    address_file: Path | None = None
+    """File that gets the bound host:port, as listen.address_file."""
+
+
+class TlsSettings(Section):
+    """Mutual TLS on every port and channel of the process (SECURITY.md). Files are PEM and may be exchanged at any
+    time; `headrace certs` makes them. All processes of a cluster have it, or none."""
+
+    ca: Path | None = None
+    """Authorities whose certificates are believed, of clients and servers alike. Setting it turns TLS on."""
+    cert: Path | None = None
+    """This process's certificate, its chain behind it; one URI in it says role and replica
+    (`headrace://decode/decode-0`)."""
+    key: Path | None = None
+    """Its private key, not encrypted; readable by this user alone."""
+    server_name: str | None = None
+    """Name that the certificates of all servers of the cluster carry, where addresses change too often to stand in
+    them. Default: the host that is dialled must stand in the certificate."""
+    reload_seconds: float = Field(default=1.0, ge=0)
+    """The files are looked at again before a handshake, at most once in this time."""
+
     @model_validator(mode="after")
-    def _loopback_only(self) -> Self:
-        if not self.insecure_bind and not is_loopback(self.host):
-            raise ValueError(
-                f"host {self.host!r} can be reached from other machines in plain text; "
-                "bind 127.0.0.1 or set listen.insecure_bind=true"
-            )
+    def _whole(self) -> Self:
+        if len({self.ca is None, self.cert is None, self.key is None}) > 1:
+            raise ValueError("ca, cert and key belong together; give all three or none")
         return self
+
+    @property
+    def on(self) -> bool:
+        """There is TLS."""
+        return self.ca is not None
 
 
 class RegistrySettings(Section):
@@ -71,6 +103,18 @@ class RegistrySettings(Section):
     """Key prefix in etcd; clusters that share an etcd differ in it."""
     ttl_seconds: float = Field(default=5.0, ge=0.2, le=120)
     """Life of a membership lease without renewal; renewed every third of it (L8). etcd rounds up to seconds."""
+    etcd_ca: Path | None = None
+    """Authorities of etcd's certificates (PEM); with it etcd is spoken to over TLS."""
+    etcd_cert: Path | None = None
+    """Certificate shown to etcd; default: that of section tls."""
+    etcd_key: Path | None = None
+    """Its private key."""
+
+    @model_validator(mode="after")
+    def _etcd_pair(self) -> Self:
+        if (self.etcd_cert is None) != (self.etcd_key is None):
+            raise ValueError("etcd_cert and etcd_key belong together; give both or none")
+        return self
 
 
 class ModelSettings(Section):
@@ -92,7 +136,8 @@ class LogSettings(Section):
 
 
 class MetricsSettings(Section):
-    """Prometheus metrics over HTTP at /metrics, loopback only unless listen.insecure_bind."""
+    """Prometheus metrics over HTTP at /metrics: HTTPS for certificates of role monitor, operator or router where TLS is
+    on, else loopback only unless listen.insecure_bind."""
 
     enabled: bool = True
     """Whether the endpoint exists."""
@@ -140,9 +185,19 @@ class ServiceSettings(Section):
     metrics: MetricsSettings = MetricsSettings()
     rpc: RpcSettings = RpcSettings()
     stop: StopSettings = StopSettings()
+    tls: TlsSettings = TlsSettings()
 
     @model_validator(mode="after")
-    def _metrics_loopback(self) -> Self:
-        if self.metrics.enabled and not self.listen.insecure_bind and not is_loopback(self.metrics.host):
-            raise ValueError("metrics.host is not loopback: set listen.insecure_bind=true or bind 127.0.0.1")
+    def _plain_text_stays_here(self) -> Self:
+        if self.tls.on or self.listen.insecure_bind:
+            return self
+        if not is_loopback(self.listen.host):
+            raise ValueError(
+                f"listen.host {self.listen.host!r} can be reached from other machines in plain text; "
+                "set tls.ca, tls.cert and tls.key, bind 127.0.0.1, or set listen.insecure_bind=true"
+            )
+        if self.metrics.enabled and not is_loopback(self.metrics.host):
+            raise ValueError(
+                "metrics.host is not loopback: set section tls, listen.insecure_bind=true or bind 127.0.0.1"
+            )
         return self

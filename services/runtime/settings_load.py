@@ -32,6 +32,7 @@ NOT_SETTINGS: Final = frozenset(
         ENV_CONFIG,
         "HEADRACE_API_KEY",
         "HEADRACE_CACHE",
+        "HEADRACE_IDENTITY",
         "HEADRACE_MODELS",
         "HEADRACE_RUNTIME",
         "HEADRACE_VENV",

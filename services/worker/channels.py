@@ -11,6 +11,7 @@ import grpc.aio
 
 from headrace.services.runtime.server import open_channel
 from headrace.services.runtime.settings import RpcSettings
+from headrace.services.runtime.tls import Tls
 
 MAX_UNUSED = 32
 """Channels kept open though nobody uses them; restarted peers listen elsewhere, so old ones pile up otherwise."""
@@ -25,8 +26,9 @@ class _Shared:
 class Channels:
     """Belongs to the event loop's thread."""
 
-    def __init__(self, rpc: RpcSettings) -> None:
+    def __init__(self, rpc: RpcSettings, tls: Tls | None = None) -> None:
         self._rpc = rpc
+        self._tls = tls
         self._open: OrderedDict[str, _Shared] = OrderedDict()
 
     @asynccontextmanager
@@ -34,7 +36,7 @@ class Channels:
         """The channel to host:port, open at least until the block ends."""
         shared = self._open.get(endpoint)
         if shared is None:
-            shared = self._open[endpoint] = _Shared(open_channel(endpoint, self._rpc))
+            shared = self._open[endpoint] = _Shared(open_channel(endpoint, self._rpc, tls=self._tls))
         shared.users += 1
         self._open.move_to_end(endpoint)
         try:

@@ -6,8 +6,9 @@ from typing import Literal
 
 from pydantic import ByteSize, Field
 
-from headrace.kvcache.transfer.base import TransferSettings
+from headrace.kvcache.transfer.base import LOCAL_TRANSPORTS, NO_NETWORK, TransferSettings
 from headrace.services.runtime.settings import Section
+from headrace.services.runtime.settings_load import SettingsError
 
 Transport = Literal["cma", "shm", "tcp", "cuda_ipc", "rdma"]
 
@@ -18,17 +19,31 @@ class TransferSection(Section):
     allowed_transports: tuple[Transport, ...] | None = None
     """Wires that a push may take; a peer that would use another one is refused. Default: any."""
     net_devices: str = "lo"
-    """Network devices of UCX: `lo`, a list of names, or `all`."""
+    """Network devices of UCX without TLS: `lo`, a list of names, or `all`."""
+    trusted_network: str | None = None
+    """Network devices of UCX where TLS is on (`eth1`, `mlx5_0:1`, a list). UCX authenticates nobody: whoever reaches
+    its listener there can write this process's memory, so name only a network whose every machine is trusted. Default:
+    none, and rows move between processes of one host alone, without any listener."""
     push_timeout_seconds: float = Field(default=30.0, gt=0)
     """Deadline of a push whose request names none (L6)."""
     staging_bytes: ByteSize = Field(default=ByteSize(64 * 1024 * 1024), ge=1024 * 1024)
     """Staging memory per device, where rows are gathered before they are sent (GPUs)."""
 
-    def engine_settings(self) -> TransferSettings:
-        """As kvcache.transfer wants them."""
+    def engine_settings(self, *, tls: bool) -> TransferSettings:
+        """As kvcache.transfer wants them. Raises SettingsError for wires that TLS forbids."""
+        allowed = None if self.allowed_transports is None else frozenset(self.allowed_transports)
+        devices = self.net_devices
+        if tls:
+            devices = self.trusted_network or NO_NETWORK
+        if devices == NO_NETWORK and allowed is not None and not allowed <= LOCAL_TRANSPORTS:
+            wires = ", ".join(sorted(allowed - LOCAL_TRANSPORTS))
+            raise SettingsError(
+                f"transfer.allowed_transports names {wires}, which authenticates nobody: with TLS on, name the network "
+                "whose machines are trusted (transfer.trusted_network)"
+            )
         return TransferSettings(
-            allowed_transports=None if self.allowed_transports is None else frozenset(self.allowed_transports),
-            net_devices=self.net_devices,
+            allowed_transports=allowed,
+            net_devices=devices,
             push_timeout_s=self.push_timeout_seconds,
             staging_bytes=int(self.staging_bytes),
         )

@@ -38,6 +38,7 @@ from headrace.services.runtime.registry.etcd_client import EtcdClient, LeaseNotF
 from headrace.services.runtime.registry.follow import Follower
 from headrace.services.runtime.registry.lease import RenewedLease
 from headrace.services.runtime.settings import RpcSettings
+from headrace.services.runtime.tls import Tls
 from headrace.v1 import registry_pb2
 
 RECONNECT_SECONDS: Final = 0.2
@@ -50,8 +51,15 @@ _log = logs.get(__name__)
 class EtcdRegistry:
     """The Registry in etcd at `endpoints` (host:port). Clusters that share an etcd differ in `prefix`."""
 
-    def __init__(self, endpoints: Sequence[str], prefix: str, rpc: RpcSettings, timeout_seconds: float = 5.0) -> None:
-        self.client = EtcdClient(endpoints, rpc, timeout_seconds)
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        prefix: str,
+        rpc: RpcSettings,
+        timeout_seconds: float = 5.0,
+        tls: Tls | None = None,
+    ) -> None:
+        self.client = EtcdClient(endpoints, rpc, timeout_seconds, tls)
         self._prefix = prefix.encode() + b"replicas/"
         self._leases: set[_EtcdLease] = set()
 

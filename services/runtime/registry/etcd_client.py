@@ -13,6 +13,7 @@ from headrace.services.runtime.registry._etcd import rpc_pb2_grpc as stubs
 from headrace.services.runtime.registry.base import RegistryError, RegistryUnavailableError
 from headrace.services.runtime.server import open_channel
 from headrace.services.runtime.settings import RpcSettings
+from headrace.services.runtime.tls import Tls
 
 T = TypeVar("T")
 _NEED_LEADER: Final = (("hasleader", "true"),)
@@ -29,14 +30,17 @@ class LeaseNotFoundError(RegistryError):
 class EtcdClient:
     """Calls to an etcd cluster. All raise RegistryUnavailableError when it cannot be reached in `timeout_seconds`."""
 
-    def __init__(self, endpoints: Sequence[str], rpc: RpcSettings, timeout_seconds: float) -> None:
+    def __init__(
+        self, endpoints: Sequence[str], rpc: RpcSettings, timeout_seconds: float, tls: Tls | None = None
+    ) -> None:
         if not endpoints:
             raise ValueError("etcd needs at least one endpoint")
         self._endpoints = tuple(endpoints)
         self._rpc = rpc
+        self._tls = tls
         self._timeout = timeout_seconds
         self._at = 0
-        self._channel = open_channel(self._endpoints[0], rpc, idle_pings=False)
+        self._channel = open_channel(self._endpoints[0], rpc, idle_pings=False, tls=tls)
         self._retired: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
@@ -140,7 +144,8 @@ class EtcdClient:
         if len(self._endpoints) == 1:
             return
         self._at = (self._at + 1) % len(self._endpoints)
-        old, self._channel = self._channel, open_channel(self._endpoint, self._rpc, idle_pings=False)
+        old = self._channel
+        self._channel = open_channel(self._endpoint, self._rpc, idle_pings=False, tls=self._tls)
         closing = asyncio.create_task(old.close())
         self._retired.add(closing)
         closing.add_done_callback(self._retired.discard)

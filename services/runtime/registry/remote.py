@@ -25,6 +25,7 @@ from headrace.services.runtime.registry.follow import Follower
 from headrace.services.runtime.registry.lease import RenewedLease
 from headrace.services.runtime.server import open_channel
 from headrace.services.runtime.settings import RpcSettings
+from headrace.services.runtime.tls import Tls
 from headrace.v1 import common_pb2, registry_pb2, registry_pb2_grpc
 
 T = TypeVar("T")
@@ -36,10 +37,10 @@ _log = logs.get(__name__)
 class RemoteRegistry:
     """The Registry of a worker; `address` is the router's. Each call takes at most `timeout_seconds`."""
 
-    def __init__(self, address: str, rpc: RpcSettings, timeout_seconds: float = 5.0) -> None:
+    def __init__(self, address: str, rpc: RpcSettings, timeout_seconds: float = 5.0, tls: Tls | None = None) -> None:
         self.address = address
         self._timeout = timeout_seconds
-        self._channel = open_channel(address, rpc)
+        self._channel = open_channel(address, rpc, tls=tls)
         self._stub = registry_pb2_grpc.RegistryServiceStub(self._channel)
         self._leases: set[_RemoteLease] = set()
 
@@ -65,7 +66,7 @@ class RemoteRegistry:
         request = registry_pb2.RegistryServiceWatchRequest(roles=[wire.role_to_wire(role) for role in sorted(roles)])
         broken = False
         while True:
-            stream = self._stub.Watch(request, wait_for_ready=True)
+            stream = self._stub.Watch(request)
             try:
                 async for message in stream:
                     broken = False

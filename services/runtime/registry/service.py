@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import grpc.aio
 
-from headrace.services.runtime import errors
+from headrace.services.runtime import errors, peers
 from headrace.services.runtime.registry import wire
 from headrace.services.runtime.registry.base import (
     Added,
@@ -41,6 +41,13 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             replica = wire.from_wire(request.replica)
         except ValueError as error:
             raise errors.InvalidArgument(str(error), field="replica") from error
+        peers.require_claim(request.replica.peer, field="replica.peer")
+        caller = peers.caller()
+        if caller is not None and caller.role.value != replica.role.value:
+            raise errors.PermissionDenied(
+                f"a certificate of role {caller.role.value} cannot register a {replica.role.value}",
+                field="replica.role",
+            )
         lease_ms = min(max(request.lease_ms, LEASE_MS[0]), LEASE_MS[1])
         try:
             lease_id = self._table.register(replica, lease_ms / 1000)
@@ -52,6 +59,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         self, request: registry_pb2.RegistryServiceRenewRequest, context: _Context
     ) -> registry_pb2.RegistryServiceRenewResponse:
         """See registry.proto. State, loads and ranks become what the request says; a rank not in it stays."""
+        peers.require_claim(request.peer, field="peer")
         who = (request.peer.replica_id, request.peer.incarnation, request.lease_id)
         try:
             old = self._table.get(*who)
@@ -76,6 +84,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         self, request: registry_pb2.DeregisterRequest, context: _Context
     ) -> registry_pb2.DeregisterResponse:
         """See registry.proto."""
+        peers.require_claim(request.peer, field="peer")
         self._table.deregister(request.peer.replica_id, request.lease_id)
         return registry_pb2.DeregisterResponse()
 

@@ -14,6 +14,7 @@ from headrace.kvcache.transfer.base import TransferEngine
 from headrace.kvcache.transfer.copies import Direction, Span
 from headrace.kvcache.transfer.errors import TransferBusy, TransferError
 from headrace.kvcache.transfer.wire_job import PushState
+from headrace.services.runtime import peers
 from headrace.services.runtime.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from headrace.services.worker.tier.peer_messages import keys_from_wire, leased_to_wire
 from headrace.services.worker.transfer_wire import agent_from_wire
@@ -40,6 +41,7 @@ class CachePeerServicer(cache_pb2_grpc.CachePeerServiceServicer):
         keys, reader = keys_from_wire(request.keys), request.reader.incarnation
         if not reader or not request.lease_ms:
             raise InvalidArgument("a lease needs a reader and a length", field="reader")
+        peers.require_claim(request.reader, field="reader")
         try:
             lease = self._leases.grant(reader, keys, request.lease_ms / 1000)
         except LeaseRefused as error:
@@ -58,6 +60,7 @@ class CachePeerServicer(cache_pb2_grpc.CachePeerServiceServicer):
         Raises InvalidArgument, NotFound (the lease), FailedPrecondition (the reader cannot be reached),
         ResourceExhausted.
         """
+        peers.require_claim(request.reader.owner, field="reader.owner")
         reader = agent_from_wire(request.reader, "reader")
         try:
             lease, done = self._leases.begin_send(reader.incarnation, request.lease_id)
@@ -92,6 +95,7 @@ class CachePeerServicer(cache_pb2_grpc.CachePeerServiceServicer):
                 done()
 
     async def Release(self, request: cache_pb2.ReleaseRequest, context: _Context) -> cache_pb2.ReleaseResponse:
+        peers.require_claim(request.reader, field="reader")
         self._leases.release(request.reader.incarnation, request.lease_id)
         return cache_pb2.ReleaseResponse()
 

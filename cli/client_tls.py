@@ -1,0 +1,64 @@
+"""The certificate that commands show to a cluster with TLS, and whose certificates they believe."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from headrace.cli.exits import CliError
+from headrace.cli.state import running_clusters
+from headrace.services.runtime.server import server_name_options
+
+ENV_IDENTITY: Final = "HEADRACE_IDENTITY"
+"""FOLDER/NAME: ca.crt, NAME.crt and NAME.key of FOLDER, as `headrace certs` makes them. A folder that ends in / has an
+authority alone: no certificate is shown (the front door)."""
+TLS_FOLDER: Final = "tls"
+"""Of a run directory: where `headrace up --tls` keeps its authority."""
+OPERATOR: Final = "operator"
+"""Name of the launcher's own certificate."""
+
+
+@dataclass(frozen=True)
+class ClientTls:
+    """PEM files."""
+
+    ca: Path
+    cert: Path | None = None
+    key: Path | None = None
+    server_name: str | None = None
+    """Name that the server's certificate must carry; None: the host that is dialled."""
+
+    def open(self, address: str, options: list[tuple[str, int]]) -> grpc.Channel:
+        """A channel. Raises CliError when a file cannot be read."""
+        try:
+            credentials = grpc.ssl_channel_credentials(
+                self.ca.read_bytes(),
+                None if self.key is None else self.key.read_bytes(),
+                None if self.cert is None else self.cert.read_bytes(),
+            )
+        except OSError as error:
+            raise CliError(f"cannot read {error.filename}: {error.strerror}; see {ENV_IDENTITY}") from error
+        return grpc.secure_channel(address, credentials, options=[*options, *server_name_options(self.server_name)])
+
+
+def identity(folder: Path, name: str = OPERATOR) -> ClientTls:
+    """An identity of an authority's folder."""
+    if not name:
+        return ClientTls(folder / "ca.crt")
+    return ClientTls(folder / "ca.crt", folder / f"{name}.crt", folder / f"{name}.key")
+
+
+def client_tls(router: str) -> ClientTls | None:
+    """How to speak to a router: $HEADRACE_IDENTITY, else what this user's running cluster made; None: plain text."""
+    if given := os.environ.get(ENV_IDENTITY):
+        folder, _, name = given.rpartition("/")
+        return identity(Path(folder or "."), name)
+    for cluster in running_clusters():
+        folder_of_cluster = Path(cluster.run_dir) / TLS_FOLDER
+        if cluster.router == router and (folder_of_cluster / f"{OPERATOR}.crt").is_file():
+            return identity(folder_of_cluster)
+    return None
