@@ -32,9 +32,9 @@ DEFAULT_LOAD = 0.85
 QUICK_S = 30.0
 QUICK_POLICIES = (OURS, "round_robin")
 GUESSES = {
-    "prefill": {OURS: 93, "lambda_1": 89, "dynamo": 88, "sticky": 85, "least_loaded": 84, "round_robin": 78},
-    "decode": {OURS: 98, "dynamo": 84, "least_loaded": 96, "round_robin": 88},
-    "joint": {OURS: 92, "lambda_1": 88, "dynamo": 84, "sticky": 85, "least_loaded": 84, "round_robin": 78},
+    "prefill": {OURS: 94, "lambda_1": 91, "dynamo": 88, "sticky": 85, "least_loaded": 84, "round_robin": 78},
+    "decode": {OURS: 98, "dynamo": 83, "least_loaded": 94, "round_robin": 87},
+    "joint": {OURS: 93, "lambda_1": 91, "dynamo": 88, "sticky": 85, "least_loaded": 84, "round_robin": 78},
 }
 """Where searches begin, in steps. A wrong guess costs runs and changes no score."""
 
