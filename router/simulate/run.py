@@ -14,7 +14,7 @@ from headrace.router.simulate.request import SimRequest
 from headrace.router.simulate.routing import SimRouter
 from headrace.router.simulate.scenario import NOTHING, Scenario
 from headrace.router.simulate.spec import Cluster
-from headrace.router.simulate.workload import BlockKeys, Workload, walk
+from headrace.router.simulate.workload import Workload, walk
 
 GRACE_S = 4.5
 """Requests come on so long after the last measured one, which has had its chance of a first token then."""
@@ -129,13 +129,13 @@ def _feed(
     tick: Callable[[float], None],
 ) -> bool:
     """Let all requests arrive; True when it was given up."""
-    keys, clock, told = BlockKeys(workload.trace), simulation.clock, 0.0
-    cached = simulation.cluster.prefill_ranks > 0
-    for number, (at, row, copy, prompt, output) in enumerate(walk(workload)):
+    clock, told = simulation.clock, 0.0
+    keyed = simulation.cluster.prefill_ranks > 0
+    for number, (at, prompt, output, keys) in enumerate(walk(workload, keyed=keyed)):
         if at >= times.arrivals_s:
             break
         clock.run(at)
-        simulation.arrive(SimRequest(number, at, prompt, output, keys.of(row, copy) if cached else ()))
+        simulation.arrive(SimRequest(number, at, prompt, output, keys))
         if at - told >= 1.0:
             told = at
             tick(at)

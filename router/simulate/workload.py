@@ -7,8 +7,9 @@ within the second. A copy runs round its trace like a ring: behind the trace's e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -226,6 +227,7 @@ def _previous(trace: TraceColumns) -> Ints:
 
 
 KEY_WORDS = 4
+ARRIVALS_AT_A_TIME = 1024
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -246,24 +248,35 @@ class BlockKeys:
         self._words = _mixed(np.arange(count, dtype=np.uint64)[:, None] + lanes)
         """By block id: [blocks, KEY_WORDS]."""
 
-    def of(self, row: int, copy: int) -> list[bytes]:
-        """Keys of the full blocks of a request."""
+    def of(self, rows: Ints, copies: Ints) -> list[list[bytes]]:
+        """Keys of the full blocks of requests."""
         trace = self._trace
-        words = self._words[trace.ids[trace.starts[row] : trace.starts[row + 1]]]
-        salt = ((copy + 1) * 0xD1342543DE82EF95) & 0xFFFF_FFFF_FFFF_FFFF
-        mixed = (words ^ np.uint64(salt)) * np.uint64(0xBF58476D1CE4E5B9)
+        begin = trace.starts[rows]
+        lengths = trace.starts[rows + 1] - begin
+        ends = np.cumsum(lengths)
+        places = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(begin - (ends - lengths), lengths)
+        salts = (copies.astype(np.uint64) + np.uint64(1)) * np.uint64(0xD1342543DE82EF95)
+        mixed = (self._words[trace.ids[places]] ^ np.repeat(salts, lengths)[:, None]) * np.uint64(0xBF58476D1CE4E5B9)
         keys: list[bytes] = (mixed ^ (mixed >> np.uint64(32))).view(f"V{8 * KEY_WORDS}").ravel().tolist()
-        return keys
+        return [keys[end - length : end] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
 
 
-def walk(workload: Workload) -> Iterator[tuple[float, int, int, int, int]]:
-    """(arrival, row, copy, prompt tokens, output tokens), as plain numbers."""
-    trace = workload.trace
-    return zip(
-        workload.at.tolist(),
-        workload.row.tolist(),
-        workload.copy.tolist(),
-        trace.prompt[workload.row].tolist(),
-        trace.output[workload.row].tolist(),
-        strict=True,
-    )
+class Arrival(NamedTuple):
+    """One request of a workload, in plain numbers."""
+
+    at: float
+    prompt_tokens: int
+    output_tokens: int
+    keys: Sequence[bytes]
+
+
+def walk(workload: Workload, *, keyed: bool) -> Iterator[Arrival]:
+    """The requests in order of time, without keys where nobody looks at them; made some at a time, as they are asked
+    for."""
+    trace, keys = workload.trace, BlockKeys(workload.trace)
+    for first in range(0, len(workload), ARRIVALS_AT_A_TIME):
+        part = slice(first, first + ARRIVALS_AT_A_TIME)
+        row, copy = workload.row[part], workload.copy[part]
+        blocks: Sequence[Sequence[bytes]] = keys.of(row, copy) if keyed else [()] * len(row)
+        columns = workload.at[part].tolist(), trace.prompt[row].tolist(), trace.output[row].tolist(), blocks
+        yield from map(Arrival, *columns)

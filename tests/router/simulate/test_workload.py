@@ -9,7 +9,16 @@ from headrace.router.cost.curves import DecodeCurve
 from headrace.router.simulate.generated import Shape, generate
 from headrace.router.simulate.models import PublishedPrefill
 from headrace.router.simulate.offline import Unit, at_load, bound
-from headrace.router.simulate.workload import BlockKeys, Superposition, TraceColumns, WorkloadError, columns, sessions
+from headrace.router.simulate.workload import (
+    ARRIVALS_AT_A_TIME,
+    BlockKeys,
+    Superposition,
+    TraceColumns,
+    WorkloadError,
+    columns,
+    sessions,
+    walk,
+)
 
 UNIT = Unit(8, 8, PublishedPrefill(), DecodeCurve())
 
@@ -83,14 +92,25 @@ def test_time_is_never_compressed(trace: TraceColumns) -> None:
 
 def test_keys_are_fresh_in_every_copy_and_equal_for_equal_blocks(trace: TraceColumns) -> None:
     keys = BlockKeys(trace)
-    rows = range(len(trace))
+    rows = np.arange(len(trace))
     by_block: dict[int, bytes] = {}
-    for row in rows:
-        for block, key in zip(blocks_of(trace, row), keys.of(row, 0), strict=True):
+    for row, prompt in zip(rows.tolist(), keys.of(rows, np.zeros_like(rows)), strict=True):
+        for block, key in zip(blocks_of(trace, row), prompt, strict=True):
             assert by_block.setdefault(block, key) == key
             assert len(key) == 32
     assert len(set(by_block.values())) == len(by_block)
-    assert not set(by_block.values()) & {key for row in rows for key in keys.of(row, 1)}
+    assert not set(by_block.values()) & {key for prompt in keys.of(rows, np.ones_like(rows)) for key in prompt}
+
+
+def test_arrivals_are_the_workload_however_many_at_a_time(trace: TraceColumns) -> None:
+    workload = Superposition(trace, 2, 100.0).workload(12)
+    assert len(workload) > ARRIVALS_AT_A_TIME
+    keys = BlockKeys(trace).of(workload.row, workload.copy)
+    told = list(walk(workload, keyed=True))
+    assert [arrival.keys for arrival in told] == keys
+    assert [arrival.at for arrival in told] == workload.at.tolist()
+    assert [arrival.output_tokens for arrival in told] == trace.output[workload.row].tolist()
+    assert not any(arrival.keys for arrival in walk(workload, keyed=False))
 
 
 def test_the_bound_is_the_sum_that_the_spec_writes(trace: TraceColumns) -> None:
