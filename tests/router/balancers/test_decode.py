@@ -9,7 +9,6 @@ import pytest
 
 from headrace.router.balancers.base import Rejected
 from headrace.router.balancers.decode import DecodePolicy, Joint
-from headrace.router.balancers.peers import PeerDecode
 from headrace.router.cost.curves import DecodeCurve
 from headrace.router.cost.decode import DecodeCost
 from headrace.router.fleet import Amount, Fleet
@@ -55,11 +54,12 @@ def test_joint_keeps_both_spreads_small_where_kv_alone_does_not() -> None:
     spreads = {}
     for name in ("joint", "kv"):
         chance, fleet = random.Random(5), fleet_of(*decodes(8, rows=10**6, slots=0))
-        balance = balancer(fleet) if name == "joint" else PeerDecode(fleet, "tokens")
+        balance = balancer(fleet)
         live: list[tuple[RankId, str]] = []
         for index in range(3000):
             tokens = int(min(120_000, chance.lognormvariate(8.8, 1.2)))
-            rank = next(iter(balance.order(request(tokens), 0.0, 0.0))).id
+            kv_alone = fleet.candidates(Role.DECODE)[int(fleet.loads(Role.DECODE, 0.0).tokens.argmin())]
+            rank = (kv_alone if name == "kv" else next(balance.order(request(tokens), 0.0, 0.0))).id
             fleet.begin(rank, str(index), Amount(tokens, requests=1), 0.0)
             live.append((rank, str(index)))
             if len(live) > 1600:

@@ -12,7 +12,7 @@ from headrace.router.balancers.base import Choice, Rejected
 from headrace.router.balancers.decode import DecodePolicy, Joint
 from headrace.router.balancers.link import BYTES_PER_S, Links
 from headrace.router.balancers.pair import JointPair, PairPolicy
-from headrace.router.balancers.peers import PeerDecode, PeerPrefill, RoundRobin, SeparatePair, Sticky, deepest_match
+from headrace.router.balancers.peers import LeastAssigned, PeerPrefill, RoundRobin, deepest_match
 from headrace.router.balancers.prefill import Assessment, NewWork, PrefillPolicy
 from headrace.router.cost.decode import DecodeCost
 from headrace.router.cost.loading import LoadingRates
@@ -159,9 +159,9 @@ def test_pairs_are_made_as_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_peers_do_what_their_names_say() -> None:
-    fleet = fleet_of(*prefills(3), *decodes(2))
+    fleet = fleet_of(*prefills(3))
     ours = prefill_balancer(fleet)
-    found = match([0, 8, 4, 0, 0])
+    found = match([0, 8, 4])
     turns = PeerPrefill(ours, RoundRobin())
     assert [next(turns.order(request(), found, 0.0)).rank.id.replica_id for _ in range(4)] == [
         "p000",
@@ -171,12 +171,5 @@ def test_peers_do_what_their_names_say() -> None:
     ]
     deepest = PeerPrefill(ours, deepest_match)
     assert [c.rank.id.replica_id for c in deepest.order(request(), found, 0.0)] == ["p001", "p002", "p000"]
-    sticky = PeerPrefill(ours, Sticky(patience_s=2.0))
-    assert next(sticky.order(request(), found, 0.0)).rank.id.replica_id == "p001"
-    fleet.report(fleet.candidates(Role.PREFILL)[1].id, Report(queued_requests=9, queued_tokens=9000), 0.0)
-    assert next(sticky.order(request(), found, 0.0)).rank.id.replica_id == "p000"
-    separate = SeparatePair(turns, PeerDecode(fleet, "turn"))
-    names = [next(separate.order(request(), found, 0.0)).decode.id.replica_id for _ in range(3)]
-    assert names == ["ddc000", "ddc001", "ddc000"]
-    with pytest.raises(ValueError, match="requests, tokens or turn"):
-        PeerDecode(fleet, "luck")
+    fleet.begin(fleet.candidates(Role.PREFILL)[0].id, "busy", Amount(seconds=1.0), 0.0)
+    assert next(PeerPrefill(ours, LeastAssigned(fleet)).order(request(), found, 0.0)).rank.id.replica_id != "p000"
