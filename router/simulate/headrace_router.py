@@ -8,17 +8,15 @@ import math
 from collections.abc import Iterator
 from functools import cache
 
-import numpy as np
-
 from headrace.router.balancers.base import Pair
 from headrace.router.balancers.decode import DecodePolicy, Joint
 from headrace.router.balancers.pair import JointPair
 from headrace.router.balancers.pending import Pending
 from headrace.router.balancers.prefill import NewWork, PrefillPolicy
-from headrace.router.columns import Floats
 from headrace.router.cost.decode import DecodeCost
 from headrace.router.cost.loading import LoadingRates, Source
 from headrace.router.cost.prefill import PrefillBatch, PrefillCost
+from headrace.router.cost.replica_steps import ReplicaSteps
 from headrace.router.fleet import Amount, Fleet
 from headrace.router.index.base import HolderTier, PrefixIndex, StorePrefix, no_match
 from headrace.router.index.index import BlockIndex
@@ -86,8 +84,7 @@ class HeadraceRouter:
         self._replicas: dict[tuple[str, int], dict[int, Candidate]] = {}
         self._learned: dict[int, int] = {}
         """Last step of each prefill rank that the cost model has seen."""
-        self._steps: dict[tuple[str, str], Floats] = {}
-        """Of each decode replica: requests and KV tokens that its ranks told last, [2, ranks]."""
+        self._steps = ReplicaSteps(self._decode_cost)
         self._offers: dict[tuple[int, int], Pair | None] = {}
         """What was last offered, by ranks."""
         self._asked: RoutingRequest | None = None
@@ -130,16 +127,17 @@ class HeadraceRouter:
         if number is not None:
             self._index.clear(number, HolderTier.DEVICE | HolderTier.HOST)
             self._learned.pop(number, None)
-            self._steps.pop((name.replica_id, name.incarnation), None)
             self._prefill_cost.clear(number)
-            self._decode_cost.clear(number)
+            self._steps.forget(name, number)
 
     def report(self, role: Role, rank: int, report: Report, batch: PrefillBatch | None, now: float) -> None:
         name = self._ids.get((role, rank))
         if name is None or not self._fleet.report(name, report, now):
             return
         if role is Role.DECODE:
-            self._learn_step(name, report, now)
+            number = self._fleet.numbers.get(name)
+            if number is not None:
+                self._steps.told(name, number, report.running_requests, report.kv_tokens, report.step_s, now)
         elif batch is not None:
             self._learn_batch(name, report, batch, now)
 
@@ -150,19 +148,6 @@ class HeadraceRouter:
             return
         self._learned[number] = report.step
         self._prefill_cost.observe(number, batch, report.step_s, now)
-
-    def _learn_step(self, name: RankId, report: Report, now: float) -> None:
-        """A replica's step lasts as long as its fullest rank needs: only that rank's numbers explain it."""
-        number = self._fleet.numbers.get(name)
-        if number is None:
-            return
-        replica = name.replica_id, name.incarnation
-        told = self._steps.get(replica)
-        if told is None or told.shape[1] <= name.rank:
-            told = self._steps[replica] = np.zeros((2, len(self._replicas[name.replica_id, int(name.incarnation)])))
-        told[:, name.rank] = report.running_requests, report.kv_tokens
-        if report.running_requests and int(self._decode_cost.step(told[0], told[1]).argmax()) == name.rank:
-            self._decode_cost.observe(number, report.running_requests, report.kv_tokens, report.step_s, now)
 
     def cached(self, rank: int, stored: list[bytes], removed: list[bytes]) -> None:
         name = self._ids.get((Role.PREFILL, rank))

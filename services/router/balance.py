@@ -12,6 +12,7 @@ from headrace.router.balancers.prefill import NewWork, PrefillPolicy
 from headrace.router.cost.decode import DecodeCost
 from headrace.router.cost.loading import LoadingRates, Source
 from headrace.router.cost.prefill import PrefillBatch, PrefillCost
+from headrace.router.cost.replica_steps import ReplicaSteps
 from headrace.router.fleet import Amount, Fleet
 from headrace.router.native.build import NativeRouter
 from headrace.router.native.pair import NativePair
@@ -31,6 +32,7 @@ class Balance:
         self._fleet = fleet
         self.prefill_cost = PrefillCost()
         self.decode_cost = DecodeCost()
+        self._decode_steps = ReplicaSteps(self.decode_cost)
         self.rates = LoadingRates()
         self._steps: dict[RankId, int] = {}
         prefill = PrefillPolicy(
@@ -54,12 +56,18 @@ class Balance:
         """What the rank's last step took, once per step."""
         self.conditional.told(rank, load.prompt_budget)
         known = self._fleet.known(rank)
-        if known is None or load.step <= self._steps.get(rank, 0) or not load.step_us or not load.step_tokens:
+        if known is None:
             return
         number, candidate = known
-        self._steps[rank] = load.step
+        if load.step > self._steps.get(rank, 0) and load.step_us and load.step_tokens:
+            self._steps[rank] = load.step
+            self._learn_step(rank, number, candidate.role, load, now)
+        if candidate.role is Role.DECODE and not load.running_requests:
+            self._decode_steps.idle(rank)
+
+    def _learn_step(self, rank: RankId, number: int, role: Role, load: common_pb2.LoadReport, now: float) -> None:
         seconds = load.step_us / 1e6
-        if candidate.role is Role.PREFILL:
+        if role is Role.PREFILL:
             context, tokens = load.step_context_tokens, load.step_tokens
             batch = PrefillBatch(
                 load.step_requests,
@@ -70,9 +78,9 @@ class Balance:
                 float(load.step_pairs),
             )
             self.prefill_cost.observe(number, batch, seconds, now)
-        elif candidate.role is Role.DECODE and load.step_tokens <= DECODE_ROWS * load.step_requests:
+        elif role is Role.DECODE and load.step_tokens <= DECODE_ROWS * load.step_requests:
             kv_tokens = load.step_context_tokens + load.step_tokens
-            self.decode_cost.observe(number, load.step_requests, kv_tokens, seconds, now)
+            self._decode_steps.told(rank, number, load.step_requests, kv_tokens, seconds, now)
 
     def finished(self, completion_tokens: int, choices: int) -> None:
         """A request ended after so many tokens over its choices."""
@@ -103,7 +111,7 @@ class Balance:
         """The rank is gone; its number is the next newcomer's."""
         self._steps.pop(rank, None)
         self.prefill_cost.clear(number)
-        self.decode_cost.clear(number)
+        self._decode_steps.forget(rank, number)
         self.conditional.clear(number)
 
 
