@@ -38,8 +38,15 @@ class Candidate:
     """Sequences that may run at once; 0 where unlimited."""
     block_tokens: int
     context_tokens: int
+    row_bytes: int = 0
+    slot_bytes: int = 0
+    """What goes with a request's rows from prefill to decode."""
 
     def fits(self, prompt_tokens: int, rows: int, choices: int) -> bool:
         """Whether an empty rank could hold the request at all."""
         slots_fit = self.slots == 0 or choices <= self.slots
         return slots_fit and rows <= self.rows and prompt_tokens < self.context_tokens
+
+    def kv_bytes(self, prompt_tokens: int) -> int:
+        """What crosses to decode for a prompt computed here."""
+        return -(-prompt_tokens // self.block_tokens) * self.row_bytes + self.slot_bytes

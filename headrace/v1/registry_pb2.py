@@ -25,43 +25,43 @@ _sym_db = _symbol_database.Default()
 from headrace.v1 import common_pb2 as headrace_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aheadrace/v1/registry.proto\x12\x0bheadrace.v1\x1a\x18headrace/v1/common.proto\"\x99\x01\n\x08\x43\x61pacity\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\r\n\x05slots\x18\x02 \x01(\r\x12\x11\n\tsnapshots\x18\x03 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\r\x12\x16\n\x0equeue_requests\x18\x05 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x06 \x01(\r\x12\x17\n\x0f\x65mbedding_bytes\x18\x07 \x01(\x04\"P\n\x04Rank\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12)\n\x05\x61gent\x18\x03 \x01(\x0b\x32\x1a.headrace.v1.TransferAgent\"\x9b\x03\n\x07Replica\x12!\n\x04peer\x18\x01 \x01(\x0b\x32\x13.headrace.v1.PeerId\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.headrace.v1.Role\x12\x13\n\x0b\x64\x61ta_centre\x18\x03 \x01(\t\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x05 \x01(\t\x12)\n\x05model\x18\x06 \x01(\x0b\x32\x1a.headrace.v1.ModelIdentity\x12\'\n\x08\x63\x61pacity\x18\x07 \x01(\x0b\x32\x15.headrace.v1.Capacity\x12 \n\x05ranks\x18\x08 \x03(\x0b\x32\x11.headrace.v1.Rank\x12(\n\x05state\x18\t \x01(\x0e\x32\x19.headrace.v1.ReplicaState\x12\x18\n\x10metrics_endpoint\x18\n \x01(\t\x12\x0f\n\x07version\x18\x0b \x01(\t\x12\x0b\n\x03pid\x18\x0c \x01(\r\x12\x17\n\x0fstarted_unix_ms\x18\r \x01(\x04\x12&\n\x05loads\x18\x0e \x03(\x0b\x32\x17.headrace.v1.LoadReport\"J\n\x0fRegisterRequest\x12%\n\x07replica\x18\x01 \x01(\x0b\x32\x14.headrace.v1.Replica\x12\x10\n\x08lease_ms\x18\x02 \x01(\x04\"H\n\x10RegisterResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x10\n\x08lease_ms\x18\x02 \x01(\x04\x12\x10\n\x08revision\x18\x03 \x01(\x04\"\xc6\x01\n\x1bRegistryServiceRenewRequest\x12!\n\x04peer\x18\x01 \x01(\x0b\x32\x13.headrace.v1.PeerId\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.headrace.v1.ReplicaState\x12&\n\x05loads\x18\x04 \x03(\x0b\x32\x17.headrace.v1.LoadReport\x12 \n\x05ranks\x18\x05 \x03(\x0b\x32\x11.headrace.v1.Rank\"0\n\x1cRegistryServiceRenewResponse\x12\x10\n\x08lease_ms\x18\x01 \x01(\x04\"H\n\x11\x44\x65registerRequest\x12!\n\x04peer\x18\x01 \x01(\x0b\x32\x13.headrace.v1.PeerId\x12\x10\n\x08lease_id\x18\x02 \x01(\t\"\x14\n\x12\x44\x65registerResponse\"?\n\x1bRegistryServiceWatchRequest\x12 \n\x05roles\x18\x01 \x03(\x0e\x32\x11.headrace.v1.Role\"\xb0\x01\n\x1cRegistryServiceWatchResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\'\n\x04\x66ull\x18\x02 \x01(\x0b\x32\x17.headrace.v1.ReplicaSetH\x00\x12#\n\x03put\x18\x03 \x01(\x0b\x32\x14.headrace.v1.ReplicaH\x00\x12&\n\x07removed\x18\x04 \x01(\x0b\x32\x13.headrace.v1.PeerIdH\x00\x42\x08\n\x06\x63hange\"4\n\nReplicaSet\x12&\n\x08replicas\x18\x01 \x03(\x0b\x32\x14.headrace.v1.Replica\"/\n\x0bListRequest\x12 \n\x05roles\x18\x01 \x03(\x0e\x32\x11.headrace.v1.Role\"H\n\x0cListResponse\x12&\n\x08replicas\x18\x01 \x03(\x0b\x32\x14.headrace.v1.Replica\x12\x10\n\x08revision\x18\x02 \x01(\x04*\x99\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x01\x12\x17\n\x13REPLICA_STATE_READY\x10\x02\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x03\x12\x19\n\x15REPLICA_STATE_UNREADY\x10\x04\x32\xa4\x03\n\x0fRegistryService\x12G\n\x08Register\x12\x1c.headrace.v1.RegisterRequest\x1a\x1d.headrace.v1.RegisterResponse\x12\\\n\x05Renew\x12(.headrace.v1.RegistryServiceRenewRequest\x1a).headrace.v1.RegistryServiceRenewResponse\x12M\n\nDeregister\x12\x1e.headrace.v1.DeregisterRequest\x1a\x1f.headrace.v1.DeregisterResponse\x12^\n\x05Watch\x12(.headrace.v1.RegistryServiceWatchRequest\x1a).headrace.v1.RegistryServiceWatchResponse0\x01\x12;\n\x04List\x12\x18.headrace.v1.ListRequest\x1a\x19.headrace.v1.ListResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aheadrace/v1/registry.proto\x12\x0bheadrace.v1\x1a\x18headrace/v1/common.proto\"\xc0\x01\n\x08\x43\x61pacity\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\r\n\x05slots\x18\x02 \x01(\r\x12\x11\n\tsnapshots\x18\x03 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\r\x12\x16\n\x0equeue_requests\x18\x05 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x06 \x01(\r\x12\x17\n\x0f\x65mbedding_bytes\x18\x07 \x01(\x04\x12\x11\n\trow_bytes\x18\x08 \x01(\x04\x12\x12\n\nslot_bytes\x18\t \x01(\x04\"P\n\x04Rank\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12)\n\x05\x61gent\x18\x03 \x01(\x0b\x32\x1a.headrace.v1.TransferAgent\"\x9b\x03\n\x07Replica\x12!\n\x04peer\x18\x01 \x01(\x0b\x32\x13.headrace.v1.PeerId\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.headrace.v1.Role\x12\x13\n\x0b\x64\x61ta_centre\x18\x03 \x01(\t\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x05 \x01(\t\x12)\n\x05model\x18\x06 \x01(\x0b\x32\x1a.headrace.v1.ModelIdentity\x12\'\n\x08\x63\x61pacity\x18\x07 \x01(\x0b\x32\x15.headrace.v1.Capacity\x12 \n\x05ranks\x18\x08 \x03(\x0b\x32\x11.headrace.v1.Rank\x12(\n\x05state\x18\t \x01(\x0e\x32\x19.headrace.v1.ReplicaState\x12\x18\n\x10metrics_endpoint\x18\n \x01(\t\x12\x0f\n\x07version\x18\x0b \x01(\t\x12\x0b\n\x03pid\x18\x0c \x01(\r\x12\x17\n\x0fstarted_unix_ms\x18\r \x01(\x04\x12&\n\x05loads\x18\x0e \x03(\x0b\x32\x17.headrace.v1.LoadReport\"J\n\x0fRegisterRequest\x12%\n\x07replica\x18\x01 \x01(\x0b\x32\x14.headrace.v1.Replica\x12\x10\n\x08lease_ms\x18\x02 \x01(\x04\"H\n\x10RegisterResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x10\n\x08lease_ms\x18\x02 \x01(\x04\x12\x10\n\x08revision\x18\x03 \x01(\x04\"\xc6\x01\n\x1bRegistryServiceRenewRequest\x12!\n\x04peer\x18\x01 \x01(\x0b\x32\x13.headrace.v1.PeerId\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.headrace.v1.ReplicaState\x12&\n\x05loads\x18\x04 \x03(\x0b\x32\x17.headrace.v1.LoadReport\x12 \n\x05ranks\x18\x05 \x03(\x0b\x32\x11.headrace.v1.Rank\"0\n\x1cRegistryServiceRenewResponse\x12\x10\n\x08lease_ms\x18\x01 \x01(\x04\"H\n\x11\x44\x65registerRequest\x12!\n\x04peer\x18\x01 \x01(\x0b\x32\x13.headrace.v1.PeerId\x12\x10\n\x08lease_id\x18\x02 \x01(\t\"\x14\n\x12\x44\x65registerResponse\"?\n\x1bRegistryServiceWatchRequest\x12 \n\x05roles\x18\x01 \x03(\x0e\x32\x11.headrace.v1.Role\"\xb0\x01\n\x1cRegistryServiceWatchResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\'\n\x04\x66ull\x18\x02 \x01(\x0b\x32\x17.headrace.v1.ReplicaSetH\x00\x12#\n\x03put\x18\x03 \x01(\x0b\x32\x14.headrace.v1.ReplicaH\x00\x12&\n\x07removed\x18\x04 \x01(\x0b\x32\x13.headrace.v1.PeerIdH\x00\x42\x08\n\x06\x63hange\"4\n\nReplicaSet\x12&\n\x08replicas\x18\x01 \x03(\x0b\x32\x14.headrace.v1.Replica\"/\n\x0bListRequest\x12 \n\x05roles\x18\x01 \x03(\x0e\x32\x11.headrace.v1.Role\"H\n\x0cListResponse\x12&\n\x08replicas\x18\x01 \x03(\x0b\x32\x14.headrace.v1.Replica\x12\x10\n\x08revision\x18\x02 \x01(\x04*\x99\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x01\x12\x17\n\x13REPLICA_STATE_READY\x10\x02\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x03\x12\x19\n\x15REPLICA_STATE_UNREADY\x10\x04\x32\xa4\x03\n\x0fRegistryService\x12G\n\x08Register\x12\x1c.headrace.v1.RegisterRequest\x1a\x1d.headrace.v1.RegisterResponse\x12\\\n\x05Renew\x12(.headrace.v1.RegistryServiceRenewRequest\x1a).headrace.v1.RegistryServiceRenewResponse\x12M\n\nDeregister\x12\x1e.headrace.v1.DeregisterRequest\x1a\x1f.headrace.v1.DeregisterResponse\x12^\n\x05Watch\x12(.headrace.v1.RegistryServiceWatchRequest\x1a).headrace.v1.RegistryServiceWatchResponse0\x01\x12;\n\x04List\x12\x18.headrace.v1.ListRequest\x1a\x19.headrace.v1.ListResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.v1.registry_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REPLICASTATE']._serialized_start=1640
-  _globals['_REPLICASTATE']._serialized_end=1793
+  _globals['_REPLICASTATE']._serialized_start=1679
+  _globals['_REPLICASTATE']._serialized_end=1832
   _globals['_CAPACITY']._serialized_start=70
-  _globals['_CAPACITY']._serialized_end=223
-  _globals['_RANK']._serialized_start=225
-  _globals['_RANK']._serialized_end=305
-  _globals['_REPLICA']._serialized_start=308
-  _globals['_REPLICA']._serialized_end=719
-  _globals['_REGISTERREQUEST']._serialized_start=721
-  _globals['_REGISTERREQUEST']._serialized_end=795
-  _globals['_REGISTERRESPONSE']._serialized_start=797
-  _globals['_REGISTERRESPONSE']._serialized_end=869
-  _globals['_REGISTRYSERVICERENEWREQUEST']._serialized_start=872
-  _globals['_REGISTRYSERVICERENEWREQUEST']._serialized_end=1070
-  _globals['_REGISTRYSERVICERENEWRESPONSE']._serialized_start=1072
-  _globals['_REGISTRYSERVICERENEWRESPONSE']._serialized_end=1120
-  _globals['_DEREGISTERREQUEST']._serialized_start=1122
-  _globals['_DEREGISTERREQUEST']._serialized_end=1194
-  _globals['_DEREGISTERRESPONSE']._serialized_start=1196
-  _globals['_DEREGISTERRESPONSE']._serialized_end=1216
-  _globals['_REGISTRYSERVICEWATCHREQUEST']._serialized_start=1218
-  _globals['_REGISTRYSERVICEWATCHREQUEST']._serialized_end=1281
-  _globals['_REGISTRYSERVICEWATCHRESPONSE']._serialized_start=1284
-  _globals['_REGISTRYSERVICEWATCHRESPONSE']._serialized_end=1460
-  _globals['_REPLICASET']._serialized_start=1462
-  _globals['_REPLICASET']._serialized_end=1514
-  _globals['_LISTREQUEST']._serialized_start=1516
-  _globals['_LISTREQUEST']._serialized_end=1563
-  _globals['_LISTRESPONSE']._serialized_start=1565
-  _globals['_LISTRESPONSE']._serialized_end=1637
-  _globals['_REGISTRYSERVICE']._serialized_start=1796
-  _globals['_REGISTRYSERVICE']._serialized_end=2216
+  _globals['_CAPACITY']._serialized_end=262
+  _globals['_RANK']._serialized_start=264
+  _globals['_RANK']._serialized_end=344
+  _globals['_REPLICA']._serialized_start=347
+  _globals['_REPLICA']._serialized_end=758
+  _globals['_REGISTERREQUEST']._serialized_start=760
+  _globals['_REGISTERREQUEST']._serialized_end=834
+  _globals['_REGISTERRESPONSE']._serialized_start=836
+  _globals['_REGISTERRESPONSE']._serialized_end=908
+  _globals['_REGISTRYSERVICERENEWREQUEST']._serialized_start=911
+  _globals['_REGISTRYSERVICERENEWREQUEST']._serialized_end=1109
+  _globals['_REGISTRYSERVICERENEWRESPONSE']._serialized_start=1111
+  _globals['_REGISTRYSERVICERENEWRESPONSE']._serialized_end=1159
+  _globals['_DEREGISTERREQUEST']._serialized_start=1161
+  _globals['_DEREGISTERREQUEST']._serialized_end=1233
+  _globals['_DEREGISTERRESPONSE']._serialized_start=1235
+  _globals['_DEREGISTERRESPONSE']._serialized_end=1255
+  _globals['_REGISTRYSERVICEWATCHREQUEST']._serialized_start=1257
+  _globals['_REGISTRYSERVICEWATCHREQUEST']._serialized_end=1320
+  _globals['_REGISTRYSERVICEWATCHRESPONSE']._serialized_start=1323
+  _globals['_REGISTRYSERVICEWATCHRESPONSE']._serialized_end=1499
+  _globals['_REPLICASET']._serialized_start=1501
+  _globals['_REPLICASET']._serialized_end=1553
+  _globals['_LISTREQUEST']._serialized_start=1555
+  _globals['_LISTREQUEST']._serialized_end=1602
+  _globals['_LISTRESPONSE']._serialized_start=1604
+  _globals['_LISTRESPONSE']._serialized_end=1676
+  _globals['_REGISTRYSERVICE']._serialized_start=1835
+  _globals['_REGISTRYSERVICE']._serialized_end=2255
 # @@protoc_insertion_point(module_scope)

@@ -65,6 +65,8 @@ class Capacity(_message.Message):
     QUEUE_REQUESTS_FIELD_NUMBER: _builtins.int
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     EMBEDDING_BYTES_FIELD_NUMBER: _builtins.int
+    ROW_BYTES_FIELD_NUMBER: _builtins.int
+    SLOT_BYTES_FIELD_NUMBER: _builtins.int
     rows: _builtins.int
     """KV rows."""
     slots: _builtins.int
@@ -79,6 +81,10 @@ class Capacity(_message.Message):
     """Positions of one sequence."""
     embedding_bytes: _builtins.int
     """Bytes of the embedding pool (encoder)."""
+    row_bytes: _builtins.int
+    """Bytes of a row, as its layout has them."""
+    slot_bytes: _builtins.int
+    """Bytes of a slot, which goes with the rows of a request; 0 where the layout has none."""
     def __init__(
         self,
         *,
@@ -89,10 +95,12 @@ class Capacity(_message.Message):
         queue_requests: _builtins.int = ...,
         context_tokens: _builtins.int = ...,
         embedding_bytes: _builtins.int = ...,
+        row_bytes: _builtins.int = ...,
+        slot_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "context_tokens", b"context_tokens", "embedding_bytes", b"embedding_bytes", "queue_requests", b"queue_requests", "rows", b"rows", "slots", b"slots", "snapshots", b"snapshots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "context_tokens", b"context_tokens", "embedding_bytes", b"embedding_bytes", "queue_requests", b"queue_requests", "row_bytes", b"row_bytes", "rows", b"rows", "slot_bytes", b"slot_bytes", "slots", b"slots", "snapshots", b"snapshots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

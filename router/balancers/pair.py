@@ -24,8 +24,6 @@ from headrace.router.topology import Role
 class PairPolicy:
     """Parameters; pair.md says what they do."""
 
-    kv_bytes_per_token: float = 8_900.0
-    """What crosses between data centres."""
     neighbours: bool = True
     """Whether decode may lie in another data centre than prefill."""
 
@@ -102,7 +100,7 @@ class JointPair:
             prefill, decode = self._fleet.columns(Role.PREFILL), self._fleet.columns(Role.DECODE)
             source, target = prefill.data_centre_of(pair.prefill.id), decode.data_centre_of(pair.decode.id)
             if source is not None and target is not None:
-                size = request.prompt_tokens * self._policy.kv_bytes_per_token
+                size = pair.prefill.kv_bytes(request.prompt_tokens)
                 self._links.charge(source, target, size, self._accelerators(source, target), now)
 
     def _pairs(
@@ -147,7 +145,8 @@ class JointPair:
     def _crossing(self, request: RoutingRequest, source: int, target: int, now: float) -> float:
         if source == target:
             return 0.0
-        size = request.prompt_tokens * self._policy.kv_bytes_per_token
+        # The ranks of a model agree on its layout (the registry refuses others): any of them tells.
+        size = self._fleet.candidates(Role.PREFILL)[0].kv_bytes(request.prompt_tokens)
         return self._links.seconds(source, target, size, self._accelerators(source, target), now)
 
     def _accelerators(self, source: int, target: int) -> int:

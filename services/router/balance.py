@@ -47,7 +47,7 @@ class Balance:
             fleet,
             balancer,
             self.decode,
-            PairPolicy(kv_bytes_per_token=settings.kv_bytes_per_token, neighbours=settings.neighbours),
+            PairPolicy(neighbours=settings.neighbours),
             Links(bytes_per_s=settings.link_gbits * GIGABIT),
             None if native is None else NativePair(native, fleet, balancer, self.decode),
         )

@@ -162,8 +162,6 @@ class BalanceSection(Section):
     """Whether prefill and decode of one request may lie in different data centres, for the price of the link."""
     link_gbits: float = Field(default=400.0, gt=0)
     """Link between data centres for each eight accelerators, in Gbit/s."""
-    kv_bytes_per_token: float = Field(default=8900.0, gt=0)
-    """What a token's KV weighs on such a link."""
 
 
 class IndexSection(Section):

@@ -285,4 +285,6 @@ def _candidate(replica: base.Replica, rank: int, ranks: int) -> Candidate:
         slots=replica.capacity.slots // max(1, ranks),
         block_tokens=replica.capacity.block_tokens or 1,
         context_tokens=replica.capacity.context_tokens,
+        row_bytes=replica.capacity.row_bytes,
+        slot_bytes=replica.capacity.slot_bytes,
     )

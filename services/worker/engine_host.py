@@ -64,6 +64,8 @@ class LoadedModel:
             block_tokens=pool.layout.block_tokens,
             queue_requests=settings.engine.max_waiting,
             context_tokens=self.model.context_tokens,
+            row_bytes=pool.layout.block_bytes,
+            slot_bytes=pool.layout.slot_bytes,
         )
 
 

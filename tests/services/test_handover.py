@@ -59,6 +59,15 @@ async def test_a_known_prefix_is_not_computed_again(family: Any) -> None:
     assert report.prefill.kv_bytes < before.report.prefill.kv_bytes
 
 
+async def test_workers_register_what_their_kv_weighs(family: Any) -> None:
+    """What the router charges to a link between data centres is the layout's."""
+    driver, offline = family
+    layout = offline.engine.pool.layout
+    for worker in (driver.prefill, driver.decode):
+        capacity = worker.replica.capacity
+        assert (capacity.row_bytes, capacity.slot_bytes) == (layout.block_bytes, layout.slot_bytes)
+
+
 async def test_stop_strings_end_the_text_before_the_match(v3: Driver, v3_offline: Any) -> None:
     """The completing token is delivered and counted; the text ends before the match; reason STOP."""
     plain = make_request("plain", prompt_of("stops", 33), max_tokens=24)

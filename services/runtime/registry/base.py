@@ -60,6 +60,9 @@ class Capacity:
     """Positions of one sequence."""
     embedding_bytes: int = 0
     """Size of an encoder's embedding pool."""
+    row_bytes: int = 0
+    slot_bytes: int = 0
+    """What goes with a request's rows from prefill to decode; 0 where the layout has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,8 @@ def from_wire(message: registry_pb2.Replica) -> Replica:
             queue_requests=capacity.queue_requests,
             context_tokens=capacity.context_tokens,
             embedding_bytes=capacity.embedding_bytes,
+            row_bytes=capacity.row_bytes,
+            slot_bytes=capacity.slot_bytes,
         ),
         ranks=tuple(rank_from_wire(rank) for rank in message.ranks),
         loads=tuple(load.SerializeToString(deterministic=True) for load in message.loads),

@@ -16,9 +16,19 @@ BLOCK = 128
 
 
 def candidate(
-    name: str, role: Role, *, rank: int = 0, data_centre: str = "dc", rows: int = 10_000, slots: int = 256
+    name: str,
+    role: Role,
+    *,
+    rank: int = 0,
+    data_centre: str = "dc",
+    rows: int = 10_000,
+    slots: int = 256,
+    token_bytes: int = 8_900,
 ) -> Candidate:
-    return Candidate(RankId(name, "1", rank), role, data_centre, "h", rows, slots, BLOCK, 1_000_000)
+    """Layout: blocks alone, of `token_bytes` a token."""
+    return Candidate(
+        RankId(name, "1", rank), role, data_centre, "h", rows, slots, BLOCK, 1_000_000, token_bytes * BLOCK
+    )
 
 
 def fleet_of(*ranks: Candidate, half_life_s: float | None = 60.0) -> Fleet:
@@ -30,8 +40,8 @@ def fleet_of(*ranks: Candidate, half_life_s: float | None = 60.0) -> Fleet:
     return fleet
 
 
-def prefills(count: int, data_centre: str = "dc") -> list[Candidate]:
-    return [candidate(f"p{index:03}", Role.PREFILL, data_centre=data_centre) for index in range(count)]
+def prefills(count: int, data_centre: str = "dc", **changes: int) -> list[Candidate]:
+    return [candidate(f"p{index:03}", Role.PREFILL, data_centre=data_centre, **changes) for index in range(count)]
 
 
 def decodes(count: int, data_centre: str = "dc", **capacity: int) -> list[Candidate]:

@@ -33,10 +33,10 @@ def pairs_of(fleet: Fleet, links: Links | None = None, objective_s: float | None
     return JointPair(fleet, prefill_balancer(fleet), decode, PairPolicy(**policy), links)  # type: ignore[arg-type]
 
 
-def two_centres(count: int = 2) -> Fleet:
+def two_centres(count: int = 2, token_bytes: int = 8_900) -> Fleet:
     return fleet_of(
-        *prefills(count, "x"),
-        *(candidate(f"q{index}", Role.PREFILL, data_centre="y") for index in range(count)),
+        *prefills(count, "x", token_bytes=token_bytes),
+        *(candidate(f"q{index}", Role.PREFILL, data_centre="y", token_bytes=token_bytes) for index in range(count)),
         *decodes(count, "x"),
         *decodes(count, "y"),
     )
@@ -53,24 +53,26 @@ def test_a_pair_stays_in_its_data_centre_while_nothing_is_gained() -> None:
 
 
 def test_a_neighbour_is_worth_its_link_or_not() -> None:
-    """A prefix in another data centre is used while the KV crosses sooner than computing would take."""
-    fleet = two_centres()
-    for row in (2, 3):  # decode of y is slow
-        fleet.begin(fleet.candidates(Role.DECODE)[row].id, "busy", Amount(1000, requests=200), 0.0)
-    rows = {rank.id.replica_id: fleet.numbers.take(rank.id) for rank in fleet.candidates(Role.PREFILL)}
-    device = [0] * 8
-    device[rows["q0"]] = 16
-    asked = request(20 * BLOCK)
-    near = next(pairs_of(fleet).order(asked, match(device), 0.0))
+    """A prefix in another data centre is used while the KV crosses sooner than computing would take, by the layout that
+    the workers registered."""
+    first = {}
+    for token_bytes in (8_900, 100_000_000):
+        fleet = two_centres(token_bytes=token_bytes)
+        for row in (2, 3):  # decode of y is slow
+            fleet.begin(fleet.candidates(Role.DECODE)[row].id, "busy", Amount(1000, requests=200), 0.0)
+        rows = {rank.id.replica_id: fleet.numbers.take(rank.id) for rank in fleet.candidates(Role.PREFILL)}
+        device = [0] * 8
+        device[rows["q0"]] = 16
+        first[token_bytes] = next(pairs_of(fleet).order(request(20 * BLOCK), match(device), 0.0))
+    near, dear = first.values()
     assert (near.prefill.id.replica_id, near.decode.data_centre) == ("q0", "x")
-    dear = next(pairs_of(fleet, kv_bytes_per_token=1e8).order(asked, match(device), 0.0))
     assert dear.prefill.data_centre == dear.decode.data_centre
 
 
 def test_a_link_that_is_used_up_turns_requests_home() -> None:
     """400 Gbit/s for eight accelerators, charged with the KV of what was chosen."""
-    fleet, links = two_centres(), Links()
-    pairs = pairs_of(fleet, links, kv_bytes_per_token=1e6)
+    fleet, links = two_centres(token_bytes=1_000_000), Links()
+    pairs = pairs_of(fleet, links)
     for row in (2, 3):
         fleet.begin(fleet.candidates(Role.DECODE)[row].id, "busy", Amount(1000, requests=200), 0.0)
     device = [0] * 8

@@ -12,12 +12,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import fields
 from pathlib import Path
 
 from headrace.services.runtime.health import Health
 from headrace.services.runtime.ids import new_incarnation
 from headrace.services.runtime.metrics import Metrics
-from headrace.services.runtime.registry.base import Event, Registry, RegistryUnavailableError, Replica, Role
+from headrace.services.runtime.registry.base import Capacity, Event, Registry, RegistryUnavailableError, Replica, Role
 from headrace.services.runtime.registry.embedded import EmbeddedRegistry
 from headrace.services.runtime.registry.etcd import EtcdRegistry
 from headrace.services.runtime.registry.remote import RemoteRegistry
@@ -269,4 +270,5 @@ def replica(
         model_name=model_name if engine else "",
         layout_fp=layout * 32 if engine and role is not Role.ENCODER else b"",
         model_fp=model * 32 if engine else b"",
+        capacity=Capacity(*range(1, 1 + len(fields(Capacity)))),
     )
