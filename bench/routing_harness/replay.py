@@ -88,8 +88,8 @@ def replay(
         match = index.match(blocks, None, len(blocks))
         choice = next(policy.order(request, match, row.at_s))
         worker = fleet.numbers.take(choice.rank.id)
+        # It never ends: without time no rank is ever idle.
         fleet.begin(choice.rank.id, request.request_id, choice.prediction.amount, row.at_s)
-        fleet.end(choice.rank.id, request.request_id)
         chosen[at] = worker
         hits[at] = caches[worker].lead(blocks)
         came, left = caches[worker].use(blocks)

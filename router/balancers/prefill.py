@@ -28,6 +28,11 @@ SAMPLE_TOKENS = 4096.0
 TIE = 1e-3
 """Candidates whose costs differ by less than this share of the request's work are equal: rendezvous decides."""
 
+IDLE = 0.1
+"""Part of λ by which the load of an idle rank counts. Nobody waits there, so even a prefix that others could load in
+milliseconds is worth staying for; some of it counts all the same, or one rank would take whatever the others are idle
+for (L21)."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillPolicy:
@@ -149,11 +154,14 @@ class NewWork:
         cached, local, hit, work, load_s = self._usable(request, match, columns, now)
         assigned = self._assigned(loads, slowness)
         some = assigned if fits is columns.every else assigned[fits]
-        # A slow rank's load weighs more, not the work itself: it gets its smaller share, where a dearer work would let
-        # it get nothing until the others are far ahead (1/λ of the difference).
-        cost = work + load_s + self.policy.weight * (assigned - some.min(initial=math.inf))
         token_s = float(self.costs.work(SAMPLE_TOKENS, 0.0)) / SAMPLE_TOKENS
         waiting = np.maximum(loads.queue_s, loads.tokens * token_s)
+        # Own work counts as well as the report: whoever says that it is idle may lie (L22).
+        idle = (waiting <= 0) & (loads.requests <= 0) & (loads.own <= 0)
+        weight = np.where(idle, IDLE * self.policy.weight, self.policy.weight)
+        # A slow rank's load weighs more, not the work itself: it gets its smaller share, where a dearer work would let
+        # it get nothing until the others are far ahead (1/λ of the difference).
+        cost = work + load_s + weight * (assigned - some.min(initial=math.inf))
         ttft = load_s + slowness * (waiting + self.costs.alone(request.prompt_tokens - hit, hit))
         late = self._late(ttft, request.deadline - now)
         return Assessment(columns, fits, cached, local, hit, work, load_s, ttft, cost, late, request.affinity_key)

@@ -47,7 +47,7 @@ struct PrefillTerms {
     double grid_scale, alone_per_new;               // of the curve, and beside it
     double alone_per_hit, alone_with_hit, alone_scale;
     double host_delay, host_rate, shared_delay, shared_rate;
-    double weight, attention_share, objective;
+    double weight, idle_weight, attention_share, objective;
     double sample_token_s;
 };
 
@@ -116,6 +116,7 @@ inline const int64_t* beside(const Tables& tables, int64_t number, bool fresh) {
 
 struct Assessed {
     double cached, local, hit, work, load, ttft, cost;
+    double weight;  // of its load
 };
 
 inline Assessed assess(const PrefillTerms& terms, const Request& request, int64_t number, int64_t block, int32_t soon) {
@@ -192,12 +193,15 @@ inline void choose_prefill(const Tables& tables, const Ranks& ranks, const Prefi
         one.cost = load;  // completed below, when the least is known
         if (ranks.fits[at]) least_load = std::min(least_load, load);
         double queue = static_cast<double>(own[kNanos]) / kNano;
-        int64_t tokens = own[kTokens];
+        int64_t tokens = own[kTokens], requests = own[kRequests];
         if (fresh) {
             queue += tables.told[2 * number];
             tokens += tables.reported[3 * number];
+            requests += tables.reported[3 * number + 1];
         }
         const double waiting = std::max(queue, static_cast<double>(tokens) * terms.sample_token_s);
+        const bool idle = waiting <= 0 && requests <= 0 && tables.own[number * kFields + kRequests] <= 0;
+        one.weight = idle ? terms.idle_weight : terms.weight;
         const double alone = alone_of(terms, static_cast<double>(request.prompt_tokens) - one.hit, one.hit);
         one.ttft = one.load + ranks.slowness[at] * (waiting + alone);
         latest = std::max(latest, one.ttft);
@@ -209,7 +213,7 @@ inline void choose_prefill(const Tables& tables, const Ranks& ranks, const Prefi
     };
     int on_time = 3;
     for (int64_t at = 0; at < ranks.count; ++at) {
-        all[at].cost = all[at].work + all[at].load + terms.weight * (all[at].cost - least_load);
+        all[at].cost = all[at].work + all[at].load + all[at].weight * (all[at].cost - least_load);
         if (ranks.fits[at]) on_time = std::min(on_time, lateness(all[at]));
     }
     const auto stands = [&](int64_t at) { return ranks.fits[at] && lateness(all[at]) == on_time; };

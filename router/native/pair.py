@@ -12,7 +12,7 @@ import numpy as np
 
 from headrace.router.balancers.base import Pair, Prediction
 from headrace.router.balancers.decode import Joint
-from headrace.router.balancers.prefill import SAMPLE_TOKENS, NewWork
+from headrace.router.balancers.prefill import IDLE, SAMPLE_TOKENS, NewWork
 from headrace.router.columns import Columns, Flags
 from headrace.router.cost.decode import DecodeCost, DecodeCosts
 from headrace.router.cost.loading import Source
@@ -145,7 +145,8 @@ class NativePair:
         work.alone_scale = terms.curve / 1000
         work.host_delay, work.host_rate = rates.delay(Source.HOST), rates.rate(Source.HOST)
         work.shared_delay, work.shared_rate = rates.delay(Source.SHARED), rates.rate(Source.SHARED)
-        work.weight, work.attention_share = policy.weight, policy.attention_share
+        work.weight, work.idle_weight = policy.weight, IDLE * policy.weight
+        work.attention_share = policy.attention_share
         work.objective = math.inf if policy.objective_s is None else policy.objective_s
         work.sample_token_s = float(cost.work(SAMPLE_TOKENS, 0.0)) / SAMPLE_TOKENS
         curve = self._decode_cost.scaled

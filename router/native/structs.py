@@ -95,6 +95,7 @@ class PrefillTerms(ctypes.Structure):
         ("shared_delay", _NUMBER),
         ("shared_rate", _NUMBER),
         ("weight", _NUMBER),
+        ("idle_weight", _NUMBER),
         ("attention_share", _NUMBER),
         ("objective", _NUMBER),
         ("sample_token_s", _NUMBER),

@@ -49,6 +49,34 @@ def test_a_hit_attracts_until_the_load_says_otherwise() -> None:
     assert best(balance, asked, found).rank.id.replica_id != "p001"
 
 
+def test_in_an_idle_cluster_the_rank_that_has_the_prefix_gets_the_next_turn() -> None:
+    """Both idle, and the other could load the prefix from the store in 6 ms: the load that the first turn left is no
+    reason to go there. While the rank is busy, it is (L21); and an idle one does not draw everything for ever."""
+    fleet = fleet_of(*prefills(2))
+    balance = balancer(fleet)
+    first = request(3 * BLOCK, text="abc")
+    choice = best(balance, first, no_match(2))
+    fleet.begin(choice.rank.id, "turn", choice.prediction.amount, 0.0)
+    fleet.end(choice.rank.id, "turn", 0.4, choice.prediction.amount)
+    holder = fleet.numbers.take(choice.rank.id)
+    found = match([3 if row == holder else 0 for row in range(2)], shared=3)
+    second = request(3 * BLOCK + 40, text="abc")
+    again = best(balance, second, found, 0.5)
+    assert again.rank == choice.rank
+    assert again.prediction.cached_tokens == 3 * BLOCK
+    fleet.report(choice.rank.id, Report(step=1), 0.6)
+    assert best(balance, second, found, 0.6).rank == choice.rank
+    fleet.begin(choice.rank.id, "other", Amount(tokens=9, requests=1, seconds=0.01), 1.0)
+    fleet.report(choice.rank.id, Report(step=2), 2.0)
+    elsewhere = best(balance, second, found, 2.0)
+    assert elsewhere.rank != choice.rank, "busy, whatever it says"
+    assert elsewhere.prediction.loaded_tokens == 3 * BLOCK
+    fleet.end(choice.rank.id, "other")
+    fleet.begin(choice.rank.id, "much", Amount(requests=1, seconds=20.0), 3.0)
+    fleet.end(choice.rank.id, "much")
+    assert best(balance, second, found, 3.0).rank != choice.rank
+
+
 def test_one_hot_rank_turns_affinity_off_for_nobody_else() -> None:
     """L21: the others' matches still count when the deepest one's rank is overloaded."""
     fleet = fleet_of(*prefills(4), half_life_s=None)
