@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.router.balancers.base import Rejected
+from headrace.router.balancers.probes import Probes
 from headrace.router.columns import Columns, Flags, Floats, Ints
 from headrace.router.cost.decode import DecodeCosts
 from headrace.router.fleet import Fleet
@@ -54,9 +55,13 @@ class Projection:
     """Seconds of a step of its replica: of the slowest of its ranks."""
     full: Flags
     affinity_key: bytes
+    probe: int | None = None
+    """A row that goes first although it is slow (probes.py)."""
 
     def best(self) -> int | None:
         """The row that `ranked` begins with; None if no rank can hold the request."""
+        if self.probe is not None:
+            return self.probe
         allowed = self.fits & ~self.full
         if not allowed.any():
             allowed = self.fits
@@ -74,7 +79,7 @@ class Projection:
         tie = ~weights(self.affinity_key, self.columns.seeds)
         order = np.lexsort((tie, self.step, self.pace, self.full))
         rows: Ints = order[self.fits[order]]
-        return rows
+        return rows if self.probe is None else np.concatenate(([self.probe], rows[rows != self.probe]))
 
 
 class Joint:
@@ -85,6 +90,7 @@ class Joint:
         self.costs = costs
         self.policy = policy
         self._usual = policy.usual_tokens
+        self._probes = Probes()
 
     def finished(self, tokens: int) -> None:
         """A choice ended after so many tokens: the usual number follows."""
@@ -97,12 +103,13 @@ class Joint:
 
     def order(self, request: RoutingRequest, arrives: float, now: float) -> Iterator[Candidate]:
         """Best first. Raises Rejected (L12), at the call and not at the first `next`."""
-        projection = self.project(request, arrives, now)
+        projection = self.project(request, arrives, now, probe=True)
         self.check(projection, request, now)
         return (projection.columns.candidates[row] for row in projection.ranked().tolist())
 
-    def project(self, request: RoutingRequest, arrives: float, now: float) -> Projection:
-        """Running requests end in the meantime and the others grow; what was admitted before will have arrived."""
+    def project(self, request: RoutingRequest, arrives: float, now: float, *, probe: bool = False) -> Projection:
+        """Running requests end in the meantime and the others grow; what was admitted before will have arrived.
+        `probe`: the request will be sent by it, and may be the one that tries a slow rank."""
         columns, loads = self._fleet.columns(Role.DECODE), self._fleet.loads(Role.DECODE, now)
         slowness = self.costs.slowness(columns.numbers, now)
         requests, kv_tokens = self._later(loads, slowness, max(0.0, arrives - now))
@@ -118,8 +125,10 @@ class Joint:
             pace = np.maximum(step, slowest[columns.replica])
         memory = kv_tokens > self.policy.full * columns.rows * block
         slots = (columns.slots > 0) & (requests > columns.slots)
+        full = memory | slots
         fits = columns.fits(request.prompt_tokens, request.choices)
-        return Projection(columns, fits, requests, kv_tokens, step, pace, memory | slots, request.affinity_key)
+        first = self._probes.take(columns.numbers, slowness, fits & ~full, loads.own, now) if probe else None
+        return Projection(columns, fits, requests, kv_tokens, step, pace, full, request.affinity_key, first)
 
     def check(self, projection: Projection, request: RoutingRequest, now: float) -> None:
         """Raises Rejected when every rank that could hold the request would then miss the objective.

@@ -86,7 +86,7 @@ class JointPair:
         first = sources.best()
         if first is None:
             return iter(())
-        targets = self._decode.project(request, now + float(sources.ttft[first]), now)
+        targets = self._decode.project(request, now + float(sources.ttft[first]), now, probe=True)
         if not targets.fits.any():
             return iter(())
         if check:
@@ -140,6 +140,8 @@ class JointPair:
         tokens = request.expected_tokens if request.expected_tokens is not None else self._decode.usual_tokens
         rows = targets.ranked()
         extra = tokens * (targets.pace - float(targets.pace[rows].min())) + FULL_S * targets.full
+        if targets.probe is not None:
+            extra[targets.probe] = 0.0
         return _by_centre(rows, extra, targets.columns.data_centre)
 
     def _crossing(self, request: RoutingRequest, source: int, target: int, now: float) -> float:
