@@ -105,13 +105,14 @@ class Accounts:
         self._tables.reported_at[number] = -math.inf
 
     def report(
-        self, number: int, counts: tuple[int, int, int], told: tuple[float, float], now: float, before: float
+        self, number: int, counts: tuple[int, int, int], told: tuple[float, float], now: float | None, before: float
     ) -> None:
         """A rank's (tokens, requests, waiting requests) and (queue, step) in seconds. They count work that was sent
-        before `before`."""
+        before `before`. `now`: None for a report that is as old as the last one."""
         self._reported[3 * number], self._reported[3 * number + 1], self._reported[3 * number + 2] = counts
         self._tables.told[number] = told
-        self._tables.reported_at[number] = now
+        if now is not None:
+            self._tables.reported_at[number] = now
         live = self._live.get(number)
         while live is not None and live.uncovered and (live.uncovered[0].covered or live.uncovered[0].since < before):
             self._cover(number, live.uncovered.popleft())

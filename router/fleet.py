@@ -100,17 +100,20 @@ class Fleet:
             self.absurd[rank] = self.absurd.get(rank, 0) + 1
             self._accounts.distrust(number)
             return False
-        if report.step < self._steps.get(number, 0):
+        last = self._steps.get(number, -1)
+        if report.step < last:
             return False
         self._steps[number] = report.step
         waiting = report.queued_requests + report.reserved_requests
+        # One that has work and does not step says the same over and over: it grows old (L22).
+        new = report.step > last or not (report.running_requests or report.queued_requests)
         if counts is not None:
             self._accounts.cover(number, counts)
         self._accounts.report(
             number,
             (report.tokens(candidate.role), report.requests, waiting),
             (report.queue_s or 0.0, report.step_s),
-            now,
+            now if new else None,
             now - self._settle_s,
         )
         return True

@@ -232,17 +232,20 @@ class Simulated:
         sent.decode.kv_tokens -= sent.prompt
         sent.decode.step += 64
         self._fleet.end(sent.decode.candidate.id, sent.key(number))
-        requests = len(sent.decode.running) + 1
-        load = common_pb2.LoadReport(
-            step=sent.decode.step,
-            step_us=round(1e6 * self._step_s * (1 + requests / 64) * self._slowdown(sent.decode, now)),
-            step_requests=requests,
-            step_tokens=requests,
-            step_context_tokens=sent.decode.kv_tokens,
-        )
-        self._balance.learn(sent.decode.candidate.id, load, now)
+        self._stepped(sent.decode, len(sent.decode.running) + 1, now)
         del self._sent[number]
         self._ended.append(sent)
+
+    def _stepped(self, rank: _Rank, requests: int, now: float) -> None:
+        """What decode tells with the tokens of its last step."""
+        load = common_pb2.LoadReport(
+            step=rank.step,
+            step_us=round(1e6 * self._step_s * (1 + requests / 64) * self._slowdown(rank, now)),
+            step_requests=requests,
+            step_tokens=requests,
+            step_context_tokens=rank.kv_tokens,
+        )
+        self._balance.learn(rank.candidate.id, load, now)
 
     def _again(self, number: int, attempt: int, now: float) -> None:
         """L15, L16: a new attempt elsewhere; everything of the old one is given back."""
@@ -262,6 +265,9 @@ class Simulated:
     def _tell(self, rank: _Rank, now: float) -> None:
         if rank.alive:
             lies = rank is self._faulty and self._from <= now < self._until
+            if rank.running:
+                rank.step += 1
+                self._stepped(rank, len(rank.running), now)
             self._fleet.report(rank.candidate.id, self._report(rank, lies), now)
             self._at(now + REPORT_S, partial(self._tell, rank))
 

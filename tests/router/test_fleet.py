@@ -140,6 +140,21 @@ def test_stale_reports_degrade_to_own_knowledge() -> None:
     assert tokens(fleet, 6.1) == [50]
 
 
+def test_a_report_that_is_told_over_and_over_grows_old() -> None:
+    """L22, Show 6: who has work and does not step tells nothing new; who is idle does."""
+    fleet = fleet_of(candidate("a"), stale_after_s=5.0)
+    fleet.begin(A, "r", Amount(50, requests=1), now=0.0)
+    for now in (1.0, 4.0, 6.1):
+        assert fleet.report(A, Report(kv_tokens=900, running_requests=3, step=7), now)
+        assert tokens(fleet, now) == [900 if now < 6 else 50]
+    fleet.report(A, Report(kv_tokens=950, running_requests=3, step=8), 7.0)
+    assert tokens(fleet, 7.0) == [950]
+    fleet.end(A, "r")
+    for now in (8.0, 20.0):
+        fleet.report(A, Report(kv_tokens=40, step=9), now)
+        assert tokens(fleet, now) == [40]
+
+
 @pytest.mark.parametrize(
     "report",
     [
