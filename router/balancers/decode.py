@@ -103,13 +103,22 @@ class Joint:
 
     def order(self, request: RoutingRequest, arrives: float, now: float) -> Iterator[Candidate]:
         """Best first. Raises Rejected (L12), at the call and not at the first `next`."""
-        projection = self.project(request, arrives, now, probe=True)
+        projection = self.project(request, arrives, now, probe=self.probe(now))
         self.check(projection, request, now)
         return (projection.columns.candidates[row] for row in projection.ranked().tolist())
 
-    def project(self, request: RoutingRequest, arrives: float, now: float, *, probe: bool = False) -> Projection:
-        """Running requests end in the meantime and the others grow; what was admitted before will have arrived.
-        `probe`: the request will be sent by it, and may be the one that tries a slow rank."""
+    def probe(self, now: float) -> int | None:
+        """Asked once per request that is sent: the row of a slow rank that it should try, for `project` (probes.py)."""
+        if not self._probes.due():
+            return None
+        columns = self._fleet.columns(Role.DECODE)
+        slowness = self.costs.slowness(columns.numbers, now)
+        if slowness.max(initial=1.0) <= 1.0:
+            return None
+        return self._probes.take(columns.numbers, slowness, self._fleet.loads(Role.DECODE, now).own, now)
+
+    def project(self, request: RoutingRequest, arrives: float, now: float, *, probe: int | None = None) -> Projection:
+        """Running requests end in the meantime and the others grow; what was admitted before will have arrived."""
         columns, loads = self._fleet.columns(Role.DECODE), self._fleet.loads(Role.DECODE, now)
         slowness = self.costs.slowness(columns.numbers, now)
         requests, kv_tokens = self._later(loads, slowness, max(0.0, arrives - now))
@@ -127,8 +136,9 @@ class Joint:
         slots = (columns.slots > 0) & (requests > columns.slots)
         full = memory | slots
         fits = columns.fits(request.prompt_tokens, request.choices)
-        first = self._probes.take(columns.numbers, slowness, fits & ~full, loads.own, now) if probe else None
-        return Projection(columns, fits, requests, kv_tokens, step, pace, full, request.affinity_key, first)
+        if probe is not None and (full[probe] or not fits[probe]):
+            probe = None
+        return Projection(columns, fits, requests, kv_tokens, step, pace, full, request.affinity_key, probe)
 
     def check(self, projection: Projection, request: RoutingRequest, now: float) -> None:
         """Raises Rejected when every rank that could hold the request would then miss the objective.

@@ -67,11 +67,12 @@ class JointPair:
 
     def order(self, request: RoutingRequest, match: PrefixMatch, now: float) -> Iterator[Pair]:
         """Best first, made as they are asked for. Raises Rejected at the call."""
-        if self._first is not None and self._fleet.data_centres == 1:
+        probe = self._decode.probe(now)
+        if self._first is not None and self._fleet.data_centres == 1 and probe is None:
             first = self._first.first(request, match, now)
             if first is not None:
                 return self._begun(first, request, match, now)
-        return self._all(request, match, now)
+        return self._all(request, match, now, probe=probe)
 
     def _begun(self, first: Pair, request: RoutingRequest, match: PrefixMatch, now: float) -> Iterator[Pair]:
         """The first one is known already, and that nobody is to be rejected; the others when they are asked for."""
@@ -81,12 +82,14 @@ class JointPair:
             if (pair.prefill.id, pair.decode.id) != ranks:
                 yield pair
 
-    def _all(self, request: RoutingRequest, match: PrefixMatch, now: float, *, check: bool = True) -> Iterator[Pair]:
+    def _all(
+        self, request: RoutingRequest, match: PrefixMatch, now: float, *, check: bool = True, probe: int | None = None
+    ) -> Iterator[Pair]:
         sources = self._prefill.assess(request, match, now)
         first = sources.best()
         if first is None:
             return iter(())
-        targets = self._decode.project(request, now + float(sources.ttft[first]), now, probe=True)
+        targets = self._decode.project(request, now + float(sources.ttft[first]), now, probe=probe)
         if not targets.fits.any():
             return iter(())
         if check:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from headrace.router.columns import Flags, Floats, Ints
+from headrace.router.columns import Floats, Ints
 
 EVERY_S = 5.0
 """Shortest time between two probes of a rank."""
@@ -21,12 +21,14 @@ class Probes:
         self._last: dict[int, float] = {}
         """When a rank was last tried, by its number."""
 
-    def take(self, numbers: Ints, slowness: Floats, allowed: Flags, own: Ints, now: float) -> int | None:
-        """The row that the next request should go to as a probe; None: it goes where it is best served."""
+    def due(self) -> bool:
+        """One more request: whether it may be a probe."""
         self._since += 1
-        if self._since <= EVERY_REQUESTS:
-            return None
-        rows = (allowed & (slowness > 1.0) & (own <= 0)).nonzero()[0].tolist()
+        return self._since > EVERY_REQUESTS
+
+    def take(self, numbers: Ints, slowness: Floats, own: Ints, now: float) -> int | None:
+        """The row that it should go to; None: it goes where it is best served."""
+        rows = ((slowness > 1.0) & (own <= 0)).nonzero()[0].tolist()
         if not rows:
             return None
         row = min(rows, key=lambda row: self._last.get(int(numbers[row]), -math.inf))

@@ -86,4 +86,4 @@ def test_no_probe_where_nobody_is_slow() -> None:
     world = World(3)
     for _ in range(3 * EVERY_REQUESTS):
         world.ask()
-        assert world.balance.project(request(), world.now, world.now, probe=True).probe is None
+        assert world.balance.probe(world.now) is None
