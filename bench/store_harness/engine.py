@@ -16,11 +16,11 @@ from headrace.kvcache.store.base import PutEntry, PutTicket
 from headrace.kvcache.store.files_posix import PosixFileLayer
 from headrace.kvcache.store.segments.engine import SegmentStore
 from headrace.kvcache.store.segments.settings import SegmentSettings
+from headrace.kvcache.tier.writer import BATCH_BYTES as TIER_BATCH_BYTES
 
 _CALLERS = 2
 """Requests at a time, so that the disk has work while one of them is answered."""
 _REQUEST_BYTES = 32 * MIB
-_PUT_BYTES = 8 * MIB
 _DEADLINE_S = 120.0
 
 
@@ -36,15 +36,20 @@ class Engine:
             raise OSError(f"{directory} has no O_DIRECT: name another one with --dir")
 
     def write(self, case: Case, entries: Sequence[PutEntry]) -> float:
-        """Seconds until every entry is durable. A caller that finds the queue full waits for the oldest put."""
-        per_put = max(1, _PUT_BYTES // case.record)
-        most_waiting = self.settings.queue_bytes // (per_put * case.record) // 2
+        """Seconds until every entry is durable, put in the batches of the tier's writer. A caller whose entries find no
+        room in the queue waits for the oldest put, and offers them again."""
+        per_put = max(1, TIER_BATCH_BYTES // case.record)
         waiting: deque[PutTicket] = deque()
+        first = 0
         started = time.perf_counter()
-        for first in range(0, len(entries), per_put):
-            if len(waiting) >= most_waiting:
+        while first < len(entries):
+            batch = entries[first : first + per_put]
+            ticket = self.store.put_many(batch)
+            taken = sum(ticket.accepted)
+            first += taken
+            waiting.append(ticket)
+            if taken < len(batch):
                 _must_be_durable(waiting.popleft())
-            waiting.append(self.store.put_many(entries[first : first + per_put]))
         self.store.flush(_DEADLINE_S)
         for ticket in waiting:
             _must_be_durable(ticket)
@@ -107,5 +112,5 @@ def _ask(count: int, case: Case, get: Callable[[int, int], Sequence[GetResult]])
 
 
 def _must_be_durable(ticket: PutTicket) -> None:
-    if not all(ticket.durable.result(timeout=_DEADLINE_S)):
+    if ticket.durable.result(timeout=_DEADLINE_S) != ticket.accepted:
         raise OSError("an entry was not stored; is the disk full?")

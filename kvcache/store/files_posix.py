@@ -79,6 +79,7 @@ class PosixFileLayer(FileLayer):
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._prefix = f"{root}/"
         root.mkdir(parents=True, exist_ok=True)
 
     def create(self, path: str, *, direct: bool) -> StoreFile:
@@ -95,7 +96,7 @@ class PosixFileLayer(FileLayer):
 
     def open(self, path: str, *, direct: bool, writable: bool = False, deadline: float | None = None) -> StoreFile:
         flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
-        return PosixFile(os.open(self._at(path), flags))
+        return PosixFile(os.open(self._prefix + path, flags))  # without a Path: every write and read comes here
 
     def rename(self, source: str, target: str) -> None:
         os.rename(self._at(source), self._at(target))

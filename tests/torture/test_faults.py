@@ -6,7 +6,6 @@ import contextlib
 import random
 import secrets
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -153,19 +152,19 @@ def test_a_stale_index_is_a_hint(tally: Tally) -> None:
         other = rng.choice(rows)
         match rng.randrange(7):
             case 0:
-                return replace(row, group=other.group, place=other.place)
+                return row._replace(group=other.group, place=other.place)
             case 1:
-                return replace(row, group=other.group, place=other.place, length=other.length)
+                return row._replace(group=other.group, place=other.place, length=other.length)
             case 2:
-                return replace(row, place=rng.randrange(1 << 20))
+                return row._replace(place=rng.randrange(1 << 20))
             case 3:
-                return replace(row, place=rng.choice([1 << 40, (1 << 63) - 1, 1 << 63, 1 << 100]))
+                return row._replace(place=rng.choice([1 << 40, (1 << 63) - 1, 1 << 63, 1 << 100]))
             case 4:
-                return replace(row, length=rng.choice([1, row.length + 1, 1 << 22, (1 << 32) - 1]))
+                return row._replace(length=rng.choice([1, row.length + 1, 1 << 22, (1 << 32) - 1]))
             case 5:
-                return replace(row, kind=EntryKind.SNAPSHOT)
+                return row._replace(kind=EntryKind.SNAPSHOT)
             case _:
-                return replace(row, group=rng.choice(groups))
+                return row._replace(group=rng.choice(groups))
 
     spoiled = [spoil(row) for row in rows]
     index.put_many(spoiled, soon())

@@ -168,8 +168,10 @@ class Erasures:
     def covers_any(self, group: str) -> bool:
         """Whether something in that segment was erased."""
         log = self._logs.get(_namespace_of(group))
+        if log is None or not (log.namespace or log.tenants):
+            return False
         name = SegmentName.parse(group)
-        if log is None or name is None:
+        if name is None:
             return False
         with self._lock:
             fences = (log.namespace, *log.tenants.values())

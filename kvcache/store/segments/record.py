@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from headrace.kvcache.entries import EntryFieldError, EntryInfo, EntryKind, RetentionClass
 
@@ -70,9 +70,8 @@ def segment_id(path: str) -> bytes:
     return hashlib.blake2b(path.encode(), digest_size=16).digest()
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What a header says."""
+class Header(NamedTuple):
+    """What a header says. A tuple as IndexRow is one."""
 
     info: EntryInfo
     sequence: int

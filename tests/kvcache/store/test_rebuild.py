@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -139,7 +138,7 @@ def test_settle_runs_after_the_last_row_and_before_completion() -> None:
         index.remove_many([row(3)], FAR)
 
     rebuilder(index, [row(n) for n in range(5)], settle=erase).run_once()
-    assert index.get_many([row(3).key, row(4).key], FAR) == [None, replace(row(4))]
+    assert index.get_many([row(3).key, row(4).key], FAR) == [None, row(4)._replace()]
 
 
 def test_the_watch_notices_and_stops() -> None:

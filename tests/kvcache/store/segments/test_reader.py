@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,14 +110,14 @@ def test_rows_that_lie_are_misses(fixture: Fixture) -> None:
     """L3: a hint that points to another record, another length, another file, or nowhere."""
     row, other = fixture.rows[0], fixture.rows[1]
     lies = [
-        (replace(row, place=other.place), Miss.HEADER),
-        (replace(row, length=4_999), Miss.HEADER),
-        (replace(row, length=1), Miss.HEADER),
-        (replace(row, place=row.place + 4096), Miss.HEADER),
-        (replace(row, place=row.place + 1), Miss.HEADER),
-        (replace(row, place=1 << 40), Miss.SHORT),
-        (replace(row, group=row.group.replace("-1.seg", "-2.seg")), Miss.ABSENT),
-        (replace(row, length=1 << 31), Miss.HEADER),
+        (row._replace(place=other.place), Miss.HEADER),
+        (row._replace(length=4_999), Miss.HEADER),
+        (row._replace(length=1), Miss.HEADER),
+        (row._replace(place=row.place + 4096), Miss.HEADER),
+        (row._replace(place=row.place + 1), Miss.HEADER),
+        (row._replace(place=1 << 40), Miss.SHORT),
+        (row._replace(group=row.group.replace("-1.seg", "-2.seg")), Miss.ABSENT),
+        (row._replace(length=1 << 31), Miss.HEADER),
     ]
     for lie, miss in lies:
         fixture.files.reads.clear()
@@ -131,4 +130,4 @@ def test_a_segment_under_another_name_is_not_read(fixture: Fixture, tmp_path: Pa
     row = fixture.rows[0]
     copy = row.group.replace("-1.seg", "-9.seg")
     (tmp_path / copy).write_bytes((tmp_path / row.group).read_bytes())
-    assert fixture.reader.read([replace(row, group=copy)], soon()) == [Miss.HEADER]
+    assert fixture.reader.read([row._replace(group=copy)], soon()) == [Miss.HEADER]
