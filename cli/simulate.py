@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,7 +86,7 @@ def simulate(options: SimulateOptions) -> int:
             document = _scores(options, base, trace)
     except (WorkloadError, ScenarioError) as error:
         raise CliError(str(error)) from error
-    document |= {"seconds": round(time.monotonic() - began, 1)}
+    document |= {"seconds": round(time.monotonic() - began, 1), "processor_seconds": round(_worked(), 1)}
     if options.plots is not None:
         document |= {"plots": [str(path) for path in report.draw(document, options.plots)]}
     if options.as_json:
@@ -95,6 +96,12 @@ def simulate(options: SimulateOptions) -> int:
     if document["problems"]:
         raise CliError(f"the books do not balance: {'; '.join(document['problems'])}", Exit.FAILED)
     return Exit.DONE
+
+
+def _worked() -> float:
+    """Processor time of this process and of its workers, which have ended."""
+    used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def cluster_of(options: SimulateOptions) -> Cluster:
