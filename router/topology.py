@@ -14,6 +14,9 @@ class Role(enum.Enum):
     PREFILL = "prefill"
     DECODE = "decode"
 
+    # Members are single objects: an enumeration's own hash is a call of Python, some 30 per request.
+    __hash__ = object.__hash__
+
 
 class RankId(NamedTuple):
     """One rank of one life of one replica. A tuple, whose hash and order cost no Python call: it is looked up some ten

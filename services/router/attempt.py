@@ -174,18 +174,16 @@ class Attempts:
                     await link.attached.wait()
             except TimeoutError:
                 raise self._late(worker, deadline) from None
-        spec = attempt_spec(placed, attempt, deadline - self._clock.monotonic())
-        feed = link.open(spec.id)
+        here = computed_at_decode(pair)
+        request = decode_pb2.ReserveRequest(sender=None if here else sender, compute_here=here)
+        fill_spec(request.spec, placed, attempt, deadline - self._clock.monotonic())
+        own_id = request.spec.id
+        feed = link.open(own_id)
         started = self._clock.monotonic()
-        self._begin(pair, placed, spec.id, started)
+        self._begin(pair, placed, own_id, started)
         stub = worker.decode
         # The call outlives the request's deadline and its client: without its answer nobody could give the grant back.
-        here = computed_at_decode(pair)
-        call = stub.Reserve(
-            decode_pb2.ReserveRequest(spec=spec, sender=None if here else sender, compute_here=here),
-            timeout=self._reserve_timeout_s,
-            metadata=request_metadata(),
-        )
+        call = stub.Reserve(request, timeout=self._reserve_timeout_s, metadata=request_metadata())
         asked = asyncio.ensure_future(call)
         try:
             with closed_is_unavailable(f"decode replica {worker.replica.id}"):
@@ -193,10 +191,10 @@ class Attempts:
                     response = await asyncio.shield(asked)
         except BaseException as error:
             link.close(feed)
-            self._end(pair, spec.id, Amount())
+            self._end(pair, own_id, Amount())
             if not isinstance(error, grpc.aio.AioRpcError):
                 if not asked.cancelled():  # else the replica is gone, and its memory with it
-                    self._workers.spawn(give_back(stub, asked, spec.id, sender))
+                    self._workers.spawn(give_back(stub, asked, own_id, sender))
                 if isinstance(error, TimeoutError):
                     raise self._late(worker, deadline) from None
                 raise
@@ -205,10 +203,10 @@ class Attempts:
                 typed = self._late(worker, deadline)
             if typed.code not in (common_pb2.ERROR_CODE_RESOURCE_EXHAUSTED, common_pb2.ERROR_CODE_NEVER_FITS):
                 # The promise may have been made although its answer did not come.
-                self._workers.spawn(release(stub, spec.id))
+                self._workers.spawn(release(stub, own_id))
             raise typed from error
         if response.HasField("load"):
-            self._workers.report(worker.replica, response.load, _load_key(spec.id))
+            self._workers.report(worker.replica, response.load, _load_key(own_id))
         if here:
             self._conditional.chosen(pair)
         else:
@@ -241,12 +239,12 @@ class Attempts:
         Closing the generator early cancels at both ends. Raises what ended the attempt.
         """
         link, feed, pair = reservation.link, reservation.feed, reservation.pair
-        spec = attempt_spec(placed, attempt, deadline - self._clock.monotonic())
-        call = None if computed_at_decode(pair) else self._call(spec, images, reservation)
+        left = deadline - self._clock.monotonic()
+        call = None if computed_at_decode(pair) else self._call(placed, attempt, left, images, reservation)
         reservation.begun = True  # had a replica left meanwhile, `abandon` would give everything back
         run: asyncio.Task[None] | None = None
         if call is not None:
-            run = asyncio.create_task(self._prefill(call, placed, spec, reservation), name="prefill-run")
+            run = asyncio.create_task(self._prefill(call, reservation), name="prefill-run")
             run.add_done_callback(lambda ended: _tell_failure(ended, reservation))
         grace = deadline + DEADLINE_GRACE_S - self._clock.monotonic()
         passed = DeadlineExceeded("the deadline passed at the workers")
@@ -269,9 +267,9 @@ class Attempts:
             overdue.cancel()
             # All before anything waits: a failed write may bring us here, and the call's cancellation come on top.
             if call is not None and run is not None and not run.done():
-                self._workers.spawn(self._leave(call, run, spec, reservation))
+                self._workers.spawn(self._leave(call, run, reservation))
             link.close(feed, None if complete else common_pb2.FINISH_REASON_CANCELLED)
-            self._end(pair, spec.id)
+            self._end(pair, feed.attempt)
             self._workers.on_news()
 
     def _begin(self, pair: Pair, placed: Placed, attempt: common_pb2.AttemptId, now: float) -> None:
@@ -307,31 +305,27 @@ class Attempts:
             _log.info("a grant was not given back", error=str(error))
 
     def _call(
-        self, spec: common_pb2.RequestSpec, images: EncodedImages, reservation: Reservation
+        self, placed: Placed, attempt: int, left_s: float, images: EncodedImages, reservation: Reservation
     ) -> grpc.aio.UnaryStreamCall[prefill_pb2.RunRequest, prefill_pb2.RunResponse]:
         worker = self._workers.worker(reservation.pair.decode.id)
-        return self._workers.prefill(reservation.pair.prefill.id).Run(
-            prefill_pb2.RunRequest(
-                spec=spec,
-                embeddings=[image.handle for image in images.images],
-                target=prefill_pb2.DecodeTarget(
-                    peer=worker.peer,
-                    endpoint=worker.replica.endpoint,
-                    agent=reservation.response.agent,
-                    landing=reservation.response.landing,
-                    held_blocks=reservation.response.held_blocks,
-                ),
-                prefix_hint_tokens=reservation.pair.prediction.hit_tokens,
-                sources=reservation.sources,
+        request = prefill_pb2.RunRequest(
+            embeddings=[image.handle for image in images.images],
+            target=prefill_pb2.DecodeTarget(
+                peer=worker.peer,
+                endpoint=worker.replica.endpoint,
+                agent=reservation.response.agent,
+                landing=reservation.response.landing,
+                held_blocks=reservation.response.held_blocks,
             ),
-            metadata=request_metadata(),
+            prefix_hint_tokens=reservation.pair.prediction.hit_tokens,
+            sources=reservation.sources,
         )
+        fill_spec(request.spec, placed, attempt, left_s)
+        return self._workers.prefill(reservation.pair.prefill.id).Run(request, metadata=request_metadata())
 
     async def _prefill(
         self,
         call: grpc.aio.UnaryStreamCall[prefill_pb2.RunRequest, prefill_pb2.RunResponse],
-        placed: Placed,
-        spec: common_pb2.RequestSpec,
         reservation: Reservation,
     ) -> None:
         """Follow one run to its hand-over. Cancelling closes the stream, which stops scheduling there at once (L7)."""
@@ -339,7 +333,7 @@ class Attempts:
 
         def recall_it() -> None:
             reservation.prefill_gone = True
-            self._workers.spawn(self._recall(spec, reservation))
+            self._workers.spawn(self._recall(reservation))
 
         try:
             with closed_is_unavailable(f"prefill replica {rank.replica_id}", recall_it):
@@ -363,25 +357,24 @@ class Attempts:
         finally:
             call.cancel()
             self._prefixes.drop(reservation.expectation)
-            self._workers.fleet.end(rank, _load_key(spec.id), self._clock.monotonic(), worked)
+            self._workers.fleet.end(rank, _load_key(reservation.feed.attempt), self._clock.monotonic(), worked)
 
     async def _leave(
         self,
         call: grpc.aio.UnaryStreamCall[prefill_pb2.RunRequest, prefill_pb2.RunResponse],
         run: asyncio.Task[None],
-        spec: common_pb2.RequestSpec,
         reservation: Reservation,
     ) -> None:
         if not await leave(call, run):
-            await self._recall(spec, reservation)
+            await self._recall(reservation)
 
-    async def _recall(self, spec: common_pb2.RequestSpec, reservation: Reservation) -> None:
+    async def _recall(self, reservation: Reservation) -> None:
         """The call broke, and may never have arrived. If prefill says that it does not run it, and now never will,
         nobody holds the grant and decode is told so (L7). A frozen one is asked until it wakes; one that is gone is
         known to be dead by decode itself.
         """
         try:
-            if await recall(self._workers, reservation.sender_endpoint, spec.id):
+            if await recall(self._workers, reservation.sender_endpoint, reservation.feed.attempt):
                 await self._end_transfer(reservation)
         except (HeadraceError, grpc.aio.AioRpcError) as error:
             _log.info("a broken run was not recalled", error=str(error))
@@ -398,13 +391,12 @@ class Attempts:
         )
 
 
-def attempt_spec(placed: Placed, attempt: int, left_s: float) -> common_pb2.RequestSpec:
-    """The spec of one attempt. Everything else is the same in all attempts (L16)."""
-    spec = common_pb2.RequestSpec()
+def fill_spec(spec: common_pb2.RequestSpec, placed: Placed, attempt: int, left_s: float) -> None:
+    """The spec of one attempt, in the message that carries it: with its token ids it is large, and copied once. All but
+    the number and the time is the same in all attempts (L16)."""
     spec.CopyFrom(placed.spec)
     spec.id.attempt = attempt
     spec.time_left_ms = max(1, round(left_s * 1000))
-    return spec
 
 
 def _tell_failure(run: asyncio.Task[None], reservation: Reservation) -> None:

@@ -89,6 +89,8 @@ class Course:
 
     async def encode(self) -> EncodedImages:
         """The request's images at an encoder; again where the one that had them is gone. Raises HeadraceError."""
+        if not self._prepared.images:
+            return self._images
         async with self._encoding:
             before = self._images
             if self._encodings and not before.gone.is_set():

@@ -26,6 +26,7 @@ MAX_PRIORITY = 100
 QUICK_TOKENS, QUICK_CHARACTERS, QUICK_PARTS = 16_384, 1024, 16
 """Longest prompts that are read at once, on the event loop."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+_DEFAULT = SamplingParams()
 _CHAT_ROLES = {
     inference_pb2.CHAT_ROLE_SYSTEM: ROLES[0],
     inference_pb2.CHAT_ROLE_USER: ROLES[1],
@@ -269,10 +270,8 @@ def _chat(chat: inference_pb2.ChatPrompt, model: ServedModel, limits: RequestSec
 
 def sampling_params(wire: common_pb2.SamplingParams) -> SamplingParams:
     """The engine's form, absent fields at their defaults. Raises InvalidArgument for a value out of range."""
-    default = SamplingParams()
-
     def given(name: str) -> float:
-        return float(getattr(wire, name)) if wire.HasField(name) else float(getattr(default, name))  # type: ignore[arg-type]
+        return float(getattr(wire, name)) if wire.HasField(name) else float(getattr(_DEFAULT, name))  # type: ignore[arg-type]
 
     try:
         return SamplingParams(

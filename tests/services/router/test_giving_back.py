@@ -22,6 +22,7 @@ class _Feed:
     """Has one event; the next one never comes."""
 
     def __init__(self) -> None:
+        self.attempt = common_pb2.AttemptId(request_id="r", attempt=1)
         self.sent = False
 
     async def next(self) -> decode_pb2.RequestEvents:
