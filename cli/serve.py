@@ -9,6 +9,8 @@ from headrace.cli.exits import CliError
 from headrace.services.runtime.settings_load import SettingsError, load
 
 ROLES = ("router", "encoder", "prefill", "decode")
+CHANGEABLE = ("prefill", "decode")
+"""Roles that a process can change between (`headrace role`)."""
 
 
 def serve(role: str, config: Path | None, sets: list[str]) -> int:
@@ -20,6 +22,11 @@ def serve(role: str, config: Path | None, sets: list[str]) -> int:
             importlib.import_module(f"headrace.services.{role}.settings"), f"{role.capitalize()}Settings"
         )
         run = importlib.import_module(f"headrace.services.{role}.main").run
-        return int(run(load(settings_class, config, sets)))
+        settings = load(settings_class, config, sets)
+        if role not in CHANGEABLE:
+            return int(run(settings))
+        from headrace.services.worker.lives import Sources
+
+        return int(run(settings, Sources(config, sets)))
     except SettingsError as error:
         raise CliError(str(error)) from error

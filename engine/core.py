@@ -22,6 +22,7 @@ from headrace.engine.messages import (
     CheckIntegrity,
     Command,
     Credit,
+    EndAll,
     Event,
     FinishReason,
     GetStatus,
@@ -129,6 +130,9 @@ class Engine:
                 reply = None
             case CacheCommand():
                 reply = command.run(self.memory.prefix)
+            case EndAll(reason):
+                self.close(reason)
+                reply = None
             case GetStatus():
                 reply = self.status()
             case CheckIntegrity(idle):
@@ -249,7 +253,7 @@ class Engine:
         sequence.state = State.ENDED
 
     def close(self, reason: str = "this worker stops") -> None:
-        """End everything that lives, for a worker that stops."""
+        """End everything that lives, for a worker that stops or hands over."""
         stopping = EngineError(ErrorCode.UNAVAILABLE, f"{reason}; continue elsewhere")
         for live in self.ledger:
             self.end(live, FinishReason.ERROR, stopping)

@@ -9,7 +9,7 @@ code touches neither pool nor model nor scheduler. Events (engine/events.py) are
                                                          PrefillDone | PrefillFailed
     decode    Reserve, Commit, TransferEnded, SenderDied,
               Renew, Credit, Cancel                      Tokens… Finished per choice, then Usage
-    all       GetStatus, CheckIntegrity
+    all       EndAll, GetStatus, CheckIntegrity
 """
 
 from __future__ import annotations
@@ -201,6 +201,13 @@ class Cancel(Command[bool]):
 
 
 @dataclass(frozen=True)
+class EndAll(Command[None]):
+    """End every request that lives with UNAVAILABLE and this reason: routers continue them elsewhere (L19)."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class GetStatus(Command[EngineStatus]):
     pass
 
@@ -221,6 +228,7 @@ __all__ = [
     "Committed",
     "Conservation",
     "Credit",
+    "EndAll",
     "EngineStatus",
     "Event",
     "FinishReason",

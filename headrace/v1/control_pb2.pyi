@@ -22,6 +22,38 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _RoleChangeState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RoleChangeStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RoleChangeState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ROLE_CHANGE_STATE_UNSPECIFIED: _RoleChangeState.ValueType  # 0
+    """Not set."""
+    ROLE_CHANGE_STATE_DRAINING: _RoleChangeState.ValueType  # 1
+    """The old role finishes what it has, or hands it over."""
+    ROLE_CHANGE_STATE_STARTING: _RoleChangeState.ValueType  # 2
+    """The old role is gone; the new one makes its pools and runs its canary."""
+    ROLE_CHANGE_STATE_DONE: _RoleChangeState.ValueType  # 3
+    """The new role is ready."""
+    ROLE_CHANGE_STATE_FAILED: _RoleChangeState.ValueType  # 4
+    """Given up: the process has its old role again."""
+
+class RoleChangeState(_RoleChangeState, metaclass=_RoleChangeStateEnumTypeWrapper):
+    """How far a change of role is."""
+
+ROLE_CHANGE_STATE_UNSPECIFIED: RoleChangeState.ValueType  # 0
+"""Not set."""
+ROLE_CHANGE_STATE_DRAINING: RoleChangeState.ValueType  # 1
+"""The old role finishes what it has, or hands it over."""
+ROLE_CHANGE_STATE_STARTING: RoleChangeState.ValueType  # 2
+"""The old role is gone; the new one makes its pools and runs its canary."""
+ROLE_CHANGE_STATE_DONE: RoleChangeState.ValueType  # 3
+"""The new role is ready."""
+ROLE_CHANGE_STATE_FAILED: RoleChangeState.ValueType  # 4
+"""Given up: the process has its old role again."""
+Global___RoleChangeState: _TypeAlias = RoleChangeState  # noqa: Y015
+
 class _CacheTier:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -271,6 +303,7 @@ class StatusResponse(_message.Message):
     UPTIME_MS_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
+    ROLE_CHANGE_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """Ready for work."""
     unready_reason: _builtins.str
@@ -301,6 +334,10 @@ class StatusResponse(_message.Message):
     def transports(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportStatus]:
         """Transports in use."""
 
+    @_builtins.property
+    def role_change(self) -> Global___RoleChange:
+        """The last change of role of this process; absent when there was none."""
+
     def __init__(
         self,
         *,
@@ -313,10 +350,11 @@ class StatusResponse(_message.Message):
         uptime_ms: _builtins.int = ...,
         members: _abc.Iterable[_registry_pb2.Replica] | None = ...,
         transports: _abc.Iterable[Global___TransportStatus] | None = ...,
+        role_change: Global___RoleChange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["integrity", b"integrity", "replica", b"replica", "requests", b"requests"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["integrity", b"integrity", "replica", b"replica", "requests", b"requests", "role_change", b"role_change"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["integrity", b"integrity", "members", b"members", "pools", b"pools", "ready", b"ready", "replica", b"replica", "requests", b"requests", "transports", b"transports", "unready_reason", b"unready_reason", "uptime_ms", b"uptime_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["integrity", b"integrity", "members", b"members", "pools", b"pools", "ready", b"ready", "replica", b"replica", "requests", b"requests", "role_change", b"role_change", "transports", b"transports", "unready_reason", b"unready_reason", "uptime_ms", b"uptime_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -330,19 +368,23 @@ class DrainRequest(_message.Message):
 
     RESUME_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
+    HAND_OVER_FIELD_NUMBER: _builtins.int
     resume: _builtins.bool
-    """True: take work again."""
+    """True: take work again. FAILED_PRECONDITION once the process is ending, or changing its role."""
     wait_ms: _builtins.int
     """Wait this long for what runs before answering."""
+    hand_over: _builtins.bool
+    """What still runs after wait_ms is ended with UNAVAILABLE, so that routers continue it elsewhere."""
     def __init__(
         self,
         *,
         resume: _builtins.bool = ...,
         wait_ms: _builtins.int = ...,
+        hand_over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["resume", b"resume", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hand_over", b"hand_over", "resume", b"resume", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -373,6 +415,92 @@ class DrainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class RoleChange(_message.Message):
+    """A change of role."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_ROLE_FIELD_NUMBER: _builtins.int
+    TO_ROLE_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    from_role: _common_pb2.Role.ValueType
+    """The role that was."""
+    to_role: _common_pb2.Role.ValueType
+    """The role that is asked for."""
+    state: Global___RoleChangeState.ValueType
+    """How far it is."""
+    @_builtins.property
+    def error(self) -> _common_pb2.Error:
+        """Why it was given up."""
+
+    def __init__(
+        self,
+        *,
+        from_role: _common_pb2.Role.ValueType = ...,
+        to_role: _common_pb2.Role.ValueType = ...,
+        state: Global___RoleChangeState.ValueType = ...,
+        error: _common_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "from_role", b"from_role", "state", b"state", "to_role", b"to_role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoleChange: _TypeAlias = RoleChange  # noqa: Y015
+
+@_typing.final
+class ChangeRoleRequest(_message.Message):
+    """Asks a worker to become another one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
+    role: _common_pb2.Role.ValueType
+    """ROLE_PREFILL or ROLE_DECODE."""
+    wait_ms: _builtins.int
+    """What runs may take this long to finish; then it is handed over."""
+    def __init__(
+        self,
+        *,
+        role: _common_pb2.Role.ValueType = ...,
+        wait_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "wait_ms", b"wait_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeRoleRequest: _TypeAlias = ChangeRoleRequest  # noqa: Y015
+
+@_typing.final
+class ChangeRoleResponse(_message.Message):
+    """The change has begun."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def change(self) -> Global___RoleChange:
+        """Its state; DONE at once for the role that the worker has already."""
+
+    def __init__(
+        self,
+        *,
+        change: Global___RoleChange | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeRoleResponse: _TypeAlias = ChangeRoleResponse  # noqa: Y015
 
 @_typing.final
 class CacheFailure(_message.Message):

@@ -45,6 +45,11 @@ class ControlServiceStub:
                 request_serializer=headrace_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_control__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.ChangeRole = channel.unary_unary(
+                '/headrace.v1.ControlService/ChangeRole',
+                request_serializer=headrace_dot_v1_dot_control__pb2.ChangeRoleRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_control__pb2.ChangeRoleResponse.FromString,
+                _registered_method=True)
         self.ClearCache = channel.unary_unary(
                 '/headrace.v1.ControlService/ClearCache',
                 request_serializer=headrace_dot_v1_dot_control__pb2.ClearCacheRequest.SerializeToString,
@@ -100,6 +105,14 @@ class ControlServiceServicer:
 
     def Drain(self, request, context):
         """Stops taking work and finishes what runs, or takes work again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChangeRole(self, request, context):
+        """Makes a prefill into a decode or back: a new incarnation in the same process, over the same loaded weights. Answered
+        once the change has begun; StatusResponse.role_change tells how it goes on, at the same address.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -174,6 +187,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=headrace_dot_v1_dot_control__pb2.DrainRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_control__pb2.DrainResponse.SerializeToString,
+            ),
+            'ChangeRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeRole,
+                    request_deserializer=headrace_dot_v1_dot_control__pb2.ChangeRoleRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_control__pb2.ChangeRoleResponse.SerializeToString,
             ),
             'ClearCache': grpc.unary_unary_rpc_method_handler(
                     servicer.ClearCache,
@@ -271,6 +289,33 @@ class ControlService:
             '/headrace.v1.ControlService/Drain',
             headrace_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
             headrace_dot_v1_dot_control__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.ControlService/ChangeRole',
+            headrace_dot_v1_dot_control__pb2.ChangeRoleRequest.SerializeToString,
+            headrace_dot_v1_dot_control__pb2.ChangeRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

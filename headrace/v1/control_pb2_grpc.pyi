@@ -37,6 +37,10 @@ class ControlServiceStub:
     """State, counters and integrity."""
     Drain: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]
     """Stops taking work and finishes what runs, or takes work again."""
+    ChangeRole: _grpc.UnaryUnaryMultiCallable[_control_pb2.ChangeRoleRequest, _control_pb2.ChangeRoleResponse]
+    """Makes a prefill into a decode or back: a new incarnation in the same process, over the same loaded weights. Answered
+    once the change has begun; StatusResponse.role_change tells how it goes on, at the same address.
+    """
     ClearCache: _grpc.UnaryUnaryMultiCallable[_control_pb2.ClearCacheRequest, _control_pb2.ClearCacheResponse]
     """Drops cached prefixes. Asked of a router, this and the other cache calls reach every worker that it knows, and
     need an operator's credential where the router asks for credentials; they are logged.
@@ -65,6 +69,10 @@ class ControlServiceAsyncStub(ControlServiceStub):
     """State, counters and integrity."""
     Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]  # type: ignore[assignment]
     """Stops taking work and finishes what runs, or takes work again."""
+    ChangeRole: _aio.UnaryUnaryMultiCallable[_control_pb2.ChangeRoleRequest, _control_pb2.ChangeRoleResponse]  # type: ignore[assignment]
+    """Makes a prefill into a decode or back: a new incarnation in the same process, over the same loaded weights. Answered
+    once the change has begun; StatusResponse.role_change tells how it goes on, at the same address.
+    """
     ClearCache: _aio.UnaryUnaryMultiCallable[_control_pb2.ClearCacheRequest, _control_pb2.ClearCacheResponse]  # type: ignore[assignment]
     """Drops cached prefixes. Asked of a router, this and the other cache calls reach every worker that it knows, and
     need an operator's credential where the router asks for credentials; they are logged.
@@ -102,6 +110,16 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.DrainResponse, _abc.Awaitable[_control_pb2.DrainResponse]]:
         """Stops taking work and finishes what runs, or takes work again."""
+
+    @_abc_1.abstractmethod
+    def ChangeRole(
+        self,
+        request: _control_pb2.ChangeRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ChangeRoleResponse, _abc.Awaitable[_control_pb2.ChangeRoleResponse]]:
+        """Makes a prefill into a decode or back: a new incarnation in the same process, over the same loaded weights. Answered
+        once the change has begun; StatusResponse.role_change tells how it goes on, at the same address.
+        """
 
     @_abc_1.abstractmethod
     def ClearCache(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from pathlib import Path
+from math import ceil
 
 from headrace.engine.decode import decode_role
-from headrace.engine.messages import Event, Finished, FinishReason, SenderDied, Submit
+from headrace.engine.messages import EndAll, Event, Finished, FinishReason, GetStatus, SenderDied, Submit
 from headrace.engine.request import RequestKey
 from headrace.kvcache.event_log import EventLog, Source
 from headrace.kvcache.transfer.nixl import NixlTransferEngine
@@ -19,14 +19,14 @@ from headrace.services.decode.settings import DecodeSettings
 from headrace.services.runtime.clock import Clock
 from headrace.services.runtime.control import Inspection
 from headrace.services.runtime.engine_errors import translate
-from headrace.services.runtime.lifecycle import Lifecycle, run_service
+from headrace.services.runtime.lifecycle import Lifecycle
 from headrace.services.runtime.process import ServiceProcess
 from headrace.services.runtime.registry.base import Replica, Role
-from headrace.services.runtime.settings_load import SettingsError
 from headrace.services.worker.canary import TIMEOUT_S, canary_request
 from headrace.services.worker.channels import Channels
-from headrace.services.worker.engine_host import LoadedModel, load
+from headrace.services.worker.engine_host import LoadedModel
 from headrace.services.worker.engine_link import EngineLink
+from headrace.services.worker.lives import Sources, WorkerLives, run_worker
 from headrace.services.worker.loads import publish_loads
 from headrace.services.worker.member import published_replica
 from headrace.services.worker.notices import deliver_notices
@@ -39,6 +39,7 @@ from headrace.services.worker.reports import (
     pool_statuses,
     transport_statuses,
 )
+from headrace.services.worker.role_change import RoleChange
 from headrace.services.worker.senders import SenderWatch
 from headrace.services.worker.tier.assembly import WorkerTier
 from headrace.services.worker.tier.peer_wire import Reader
@@ -48,16 +49,17 @@ from headrace.v1 import decode_pb2, decode_pb2_grpc
 REAP_S = 0.5
 
 
-def run(settings: DecodeSettings) -> int:
-    """Serve until told to stop; returns the exit status."""
-    if settings.model.folder is None:
-        raise SettingsError("model.folder is needed: name the model's folder")
-    return run_service(partial(_start, settings, settings.model.folder), settings.stop)
+def run(settings: DecodeSettings, sources: Sources | None = None) -> int:
+    """Serve until told to stop; returns the exit status. `sources`: of the settings, from which a change of role takes
+    those of the other role."""
+    return run_worker(settings, sources)
 
 
-async def _start(settings: DecodeSettings, folder: Path, life: Lifecycle) -> None:
-    process = ServiceProcess(settings, life, translate)
-    loaded = await asyncio.to_thread(load, settings, folder)
+async def start(settings: DecodeSettings, lives: WorkerLives, life: Lifecycle) -> None:
+    """One life as a decode."""
+    process = ServiceProcess(settings, life, translate, lives=lives)
+    loaded = await asyncio.to_thread(lives.load, settings)
+    change_role = RoleChange(settings, lives, process)
     transfer = NixlTransferEngine(
         incarnation=life.incarnation,
         layout_fingerprint=loaded.facts.layout_fp,
@@ -136,7 +138,24 @@ async def _start(settings: DecodeSettings, folder: Path, life: Lifecycle) -> Non
         admits=("Reserve",),
     )
     caches = serve_caches(process, tier, link, loaded.pool.layout, events)
-    await process.serve(inspect, lambda: hub.undelivered, published, caches)
+
+    async def writable() -> int:
+        status = await link.call(GetStatus())
+        return status.conservation.live + ceil(status.quarantined_bytes / landing.row_bytes)
+
+    change_role.writable = (writable, tier.writable)
+
+    async def hand_over(reason: str) -> None:
+        await link.call(EndAll(reason))
+
+    await process.serve(
+        inspect,
+        lambda: hub.undelivered,
+        published,
+        caches,
+        hand_over=hand_over,
+        change_role=change_role,
+    )
     # Before the server closes, so that routers still hear how their requests ended (L28).
     life.on_close("engine", link.stop)
     life.spawn(reporter.run(), "engine-reporter")

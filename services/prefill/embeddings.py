@@ -85,6 +85,11 @@ class EmbeddingReceiver:
             if not handle.endpoint or not handle.owner.incarnation:
                 raise InvalidArgument("names no encoder", field=field)
 
+    async def writable(self) -> int:
+        """Rows that an encoder may still write."""
+        rows = self.landing.integrity().rows
+        return rows.open + rows.quarantined
+
     async def fetch(self, key: RequestKey, handles: Sequence[encoder_pb2.EmbeddingHandle], deadline: float) -> Fetched:
         """All embeddings of a request. `deadline` on the monotonic clock.
 

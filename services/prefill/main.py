@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -22,14 +21,14 @@ from headrace.services.prefill.service import PrefillServicer
 from headrace.services.prefill.settings import PrefillSettings
 from headrace.services.runtime.control import Inspection
 from headrace.services.runtime.engine_errors import translate
-from headrace.services.runtime.lifecycle import Lifecycle, run_service
+from headrace.services.runtime.lifecycle import Lifecycle
 from headrace.services.runtime.process import ServiceProcess
 from headrace.services.runtime.registry.base import Replica, Role
-from headrace.services.runtime.settings_load import SettingsError
 from headrace.services.worker.canary import TIMEOUT_S, canary_request
 from headrace.services.worker.channels import Channels
-from headrace.services.worker.engine_host import LoadedModel, load
+from headrace.services.worker.engine_host import LoadedModel
 from headrace.services.worker.engine_link import EngineLink
+from headrace.services.worker.lives import Sources, WorkerLives, run_worker
 from headrace.services.worker.loads import publish_loads
 from headrace.services.worker.member import published_replica
 from headrace.services.worker.notices import deliver_notices
@@ -42,6 +41,7 @@ from headrace.services.worker.reports import (
     pool_statuses,
     transport_statuses,
 )
+from headrace.services.worker.role_change import RoleChange
 from headrace.services.worker.senders import SenderWatch
 from headrace.services.worker.tier.assembly import WorkerTier
 from headrace.services.worker.tier.peer_wire import Reader
@@ -52,16 +52,17 @@ EMBEDDINGS = "embeddings"
 """Name under which the landing region of embeddings is registered."""
 
 
-def run(settings: PrefillSettings) -> int:
-    """Serve until told to stop; returns the exit status."""
-    if settings.model.folder is None:
-        raise SettingsError("model.folder is needed: name the model's folder")
-    return run_service(partial(_start, settings, settings.model.folder), settings.stop)
+def run(settings: PrefillSettings, sources: Sources | None = None) -> int:
+    """Serve until told to stop; returns the exit status. `sources`: of the settings, from which a change of role takes
+    those of the other role."""
+    return run_worker(settings, sources)
 
 
-async def _start(settings: PrefillSettings, folder: Path, life: Lifecycle) -> None:
-    process = ServiceProcess(settings, life, translate)
-    loaded = await asyncio.to_thread(load, settings, folder)
+async def start(settings: PrefillSettings, lives: WorkerLives, life: Lifecycle) -> None:
+    """One life as a prefill."""
+    process = ServiceProcess(settings, life, translate, lives=lives)
+    loaded = await asyncio.to_thread(lives.load, settings)
+    change_role = RoleChange(settings, lives, process)
     transfer = NixlTransferEngine(
         incarnation=life.incarnation,
         layout_fingerprint=loaded.facts.layout_fp,
@@ -151,7 +152,15 @@ async def _start(settings: PrefillSettings, folder: Path, life: Lifecycle) -> No
         prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"],
     )
     caches = serve_caches(process, tier, link, loaded.pool.layout, events)
-    await process.serve(inspect, lambda: servicer.live, published, caches)
+    change_role.writable = (tier.writable,) if receiver is None else (tier.writable, receiver.writable)
+    await process.serve(
+        inspect,
+        lambda: servicer.live,
+        published,
+        caches,
+        hand_over=servicer.hand_over,
+        change_role=change_role,
+    )
     life.spawn(reporter.run(), "engine-reporter")
     registry = await process.join(published(), partial(_canary, servicer, link, loaded, life.incarnation, process))
     life.spawn(publish_loads(process, reporter.load), "load-publisher")

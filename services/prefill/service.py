@@ -196,6 +196,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         await self.link.call(Cancel(key))
         return prefill_pb2.PrefillServiceCancelResponse(found=found)
 
+    async def hand_over(self, reason: str) -> None:
+        """End every run with UNAVAILABLE, so that its router goes elsewhere (L19)."""
+        error = Unavailable(f"{reason}; send the request to another replica")
+        for key in tuple(self._runs):
+            self._stop(key.request_id, key.attempt, error)
+
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _stop(self, request_id: str, attempt: int, error: HeadraceError) -> bool:

@@ -1,8 +1,7 @@
-"""ControlService of any process: state, counters, integrity, drain. What a process has is given by its `Inspect`."""
+"""ControlService of any process: state, counters, integrity, drain, role. What a process has, its `Inspect` tells."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +10,13 @@ import grpc.aio
 
 from headrace.services.runtime.cache_operations import CacheOperations, Metadata
 from headrace.services.runtime.clock import Clock
-from headrace.services.runtime.errors import Unimplemented
+from headrace.services.runtime.errors import FailedPrecondition, InvalidArgument, Unimplemented
 from headrace.services.runtime.health import Health
+from headrace.services.runtime.intake import Intake
 from headrace.services.runtime.live import LiveSet, Outcome
-from headrace.services.runtime.registry.base import Replica, State
-from headrace.services.runtime.registry.wire import state_to_wire
+from headrace.services.runtime.lives import ChangeRole, Lives
+from headrace.services.runtime.registry.base import Replica
+from headrace.services.runtime.registry.wire import role_from_wire, state_to_wire
 from headrace.services.runtime.registry.wire import to_wire as replica_to_wire
 from headrace.v1 import common_pb2, control_pb2, control_pb2_grpc, registry_pb2
 
@@ -63,27 +64,29 @@ def anyone(metadata: Metadata) -> None:
 
 
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
-    """Status, Drain and the cache. Key management comes with its subsystem and is refused until then."""
+    """Status, Drain, ChangeRole and the cache. Key management comes with its subsystem and is refused until then."""
 
     def __init__(
         self,
         replica: Callable[[], Replica],
         health: Health,
         inspect: Inspect,
-        drain: Callable[[], Awaitable[None]],
-        live: Callable[[], int],
+        intake: Intake,
         clock: Clock,
+        lives: Lives,
+        change_role: ChangeRole | None = None,
         caches: CacheOperations | None = None,
         authorise: Authorise = anyone,
     ) -> None:
-        """`drain` begins to refuse new work; `live` counts what still runs; `caches` None: this process has none.
-        `authorise` guards Status and Drain; `caches` looks at the metadata itself, to log who asked."""
+        """`change_role` None: this process has one role; `caches` None: it has none. `authorise` guards Status, Drain
+        and ChangeRole; `caches` looks at the metadata itself, to log who asked."""
         self._replica = replica
         self._health = health
         self._inspect = inspect
-        self._drain = drain
-        self._live = live
+        self._intake = intake
         self._clock = clock
+        self._lives = lives
+        self._change_role = change_role
         self._caches = caches
         self._authorise = authorise
         self._started = clock.monotonic()
@@ -106,18 +109,41 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             uptime_ms=round((self._clock.monotonic() - self._started) * 1000),
             members=inside.members,
             transports=inside.transports,
+            role_change=self._lives.change,
         )
 
     async def Drain(self, request: control_pb2.DrainRequest, context: _Context) -> control_pb2.DrainResponse:
         """See control.proto."""
         self._authorise(_metadata(context))
+        intake = self._intake
         if request.resume:
-            raise Unimplemented("resume", "a drained process is restarted, not resumed")
-        await self._drain()
-        deadline = self._clock.monotonic() + request.wait_ms / 1000
-        while self._live() and self._clock.monotonic() < deadline:  # noqa: ASYNC110 - sizes of live sets have no event
-            await asyncio.sleep(0.02)
-        return control_pb2.DrainResponse(live=self._live(), state=state_to_wire(State.DRAINING))
+            if request.wait_ms or request.hand_over:
+                raise InvalidArgument("takes work again and waits for nothing: leave the others unset", field="resume")
+            await intake.resume()
+        else:
+            await intake.drain(request.wait_ms / 1000, hand_over=request.hand_over)
+        return control_pb2.DrainResponse(live=intake.live, state=state_to_wire(intake.state))
+
+    async def ChangeRole(
+        self, request: control_pb2.ChangeRoleRequest, context: _Context
+    ) -> control_pb2.ChangeRoleResponse:
+        """See control.proto."""
+        self._authorise(_metadata(context))
+        try:
+            wanted = role_from_wire(request.role)
+        except ValueError as error:
+            raise InvalidArgument(str(error), field="role") from error
+        own = self._replica().role
+        if self._change_role is None:
+            raise Unimplemented("role", f"a {own} has one role for life; stop it and start a {wanted}")
+        if self._intake.ending:
+            raise FailedPrecondition(f"{self._intake.ending}: it takes no other role")
+        if wanted is own:
+            done = control_pb2.ROLE_CHANGE_STATE_DONE
+            same = control_pb2.RoleChange(from_role=request.role, to_role=request.role, state=done)
+            return control_pb2.ChangeRoleResponse(change=same)
+        await self._change_role(wanted, request.wait_ms / 1000)
+        return control_pb2.ChangeRoleResponse(change=self._lives.change)
 
     async def ClearCache(
         self, request: control_pb2.ClearCacheRequest, context: _Context

@@ -41,7 +41,7 @@ class Health:
     async def become_ready(self, canary: Callable[[], Awaitable[None]]) -> None:
         """Run `canary` and be ready if it returns; what it raises is raised on and readiness stays off.
 
-        This is the only way to readiness (L18). After `end` it has no effect.
+        This is the only way to readiness (L18). After `end` it has no effect, until `begin_again`.
         """
         await canary()
         if self._ended:
@@ -51,6 +51,15 @@ class Health:
         await self.servicer.set(READY, health_pb2.HealthCheckResponse.SERVING)
         _log.info("ready")
 
+    async def begin_again(self, canary: Callable[[], Awaitable[None]]) -> None:
+        """Undo `end`: ready again if the canary is well, as `become_ready`."""
+        self._ended = False
+        try:
+            await self.become_ready(canary)
+        except BaseException:
+            self._ended = True
+            raise
+
     async def unready(self, reason: str) -> None:
         """Take no new work for now, e.g. as too much landing memory is in quarantine."""
         self._ready = False
@@ -59,7 +68,7 @@ class Health:
         _log.warning("not ready", reason=reason)
 
     async def end(self) -> None:
-        """Not ready for good: the process drains. Liveness stays on until the server closes."""
+        """Not ready: the process drains. Liveness stays on until the server closes."""
         self._ended = True
         self._ready = False
         self.reason = "draining"

@@ -12,6 +12,9 @@
 End, after a first SIGTERM or SIGINT: stop accepting → drain, at most stop.drain_seconds → close, in the reverse order
 of registration, at most stop.close_seconds → exit. A second signal ends the drain. A process whose loop hangs is ended
 hard when both times have passed (L6). Death of stop.parent_pid ends it without draining.
+
+A process may have several lives, one after another: `Lifecycle.become` ends one as a signal does, and names what begins
+the next, in the same process. Each has an incarnation of its own (L14).
 """
 
 from __future__ import annotations
@@ -36,19 +39,28 @@ EXIT_HARD: Final = 70
 """Exit status when closing did not end in time (EX_SOFTWARE)."""
 
 Step = Callable[[], Awaitable[None]]
+Start = Callable[["Lifecycle"], Awaitable[None]]
+Otherwise = Callable[[BaseException], Start]
+"""Of what a start raised: what begins instead."""
 _log = logs.get(__name__)
 
 
 class Lifecycle:
-    """One process's life, handed to its start function. Methods are for the event loop's thread."""
+    """One life of a process, handed to its start function. Methods are for the event loop's thread."""
 
     def __init__(self, settings: StopSettings, hard_exit: Callable[[int], Any] = os._exit) -> None:
         self.incarnation: Final = new_incarnation()
-        """128 random bits in hex, of this process start (L14)."""
+        """128 random bits in hex, of this life (L14)."""
         self.settings = settings
         self.exit_code = 0
         self.stopping = asyncio.Event()
-        """Set once the process is to end."""
+        """Set once this life is to end."""
+        self.successor: Start | None = None
+        """Begins the next life of this process."""
+        self.otherwise: Otherwise | None = None
+        """Begins another one if the successor does not come up."""
+        self.failure: BaseException | None = None
+        """What the start function raised."""
         self._no_drain = asyncio.Event()
         self._hard_exit = hard_exit
         self._hard_timer: threading.Timer | None = None
@@ -77,8 +89,16 @@ class Lifecycle:
         task.add_done_callback(self._task_done)
         return task
 
+    def become(self, successor: Start, otherwise: Otherwise, reason: str) -> None:
+        """End this life; the process goes on with `successor`, and with `otherwise` when that does not come up. Whoever
+        ends the process meanwhile wins."""
+        if not self.stopping.is_set():
+            self.stop(reason)
+            self.successor, self.otherwise = successor, otherwise
+
     def stop(self, reason: str, *, drain: bool = True, exit_code: int = 0) -> None:
-        """Begin the end; a second call (or drain=False) ends the drain. Never blocks."""
+        """Begin the end of the process; a second call (or drain=False) ends the drain. Never blocks."""
+        self.successor = None
         self.exit_code = self.exit_code or exit_code
         if not drain or self.stopping.is_set():
             self._no_drain.set()
@@ -118,6 +138,7 @@ class Lifecycle:
         if begun is not None:
             if not isinstance(begun, asyncio.CancelledError):
                 _tell("start failed", begun)
+                self.failure = begun
                 self.exit_code = EXIT_FAILED
             self.stop("start did not complete", drain=False)
         await stopped
@@ -164,40 +185,63 @@ def _tell(what: str, error: BaseException, **fields: str) -> None:
         _log.error(what, exc_info=error, **fields)
 
 
-def run_service(start: Callable[[Lifecycle], Awaitable[None]], settings: StopSettings) -> int:
+def run_service(start: Start, settings: StopSettings) -> int:
     """Run one process until a signal, its parent's death or a failed background task; returns the exit status.
 
     Uses uvloop where it is installed. To be called from the main thread.
     """
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_run(start, settings))
+        return runner.run(_Process(settings).run(start))
 
 
-async def _run(start: Callable[[Lifecycle], Awaitable[None]], settings: StopSettings) -> int:
-    life = Lifecycle(settings)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, life.stop, number.name)
-    parent = settings.parent_pid
-    if parent is not None and not watch_parent(parent, lambda: _parent_died(loop, life)):
-        _log.error("the parent is gone", parent_pid=parent)
-        return EXIT_FAILED
-    return await life.run(partial(_start_and_settle, start))
-
-
-async def _start_and_settle(start: Callable[[Lifecycle], Awaitable[None]], life: Lifecycle) -> None:
-    """What stands after the start stands until the end: collections of garbage, which hold everything up, need not
-    look through it each time (some 100,000 objects of modules, 50 ms)."""
+async def _start_and_settle(start: Start, life: Lifecycle) -> None:
+    """What stands after the start stands until this life's end: collections of garbage, which hold everything up, need
+    not look through it each time (some 100,000 objects of modules, 50 ms)."""
     await start(life)
     gc.collect()
     gc.freeze()
 
 
-def _parent_died(loop: asyncio.AbstractEventLoop, life: Lifecycle) -> None:
-    """Runs on the watching thread; arms the hard exit itself, as the loop may hang."""
-    life._arm(life.settings.close_seconds)
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(lambda: life.stop("parent died", drain=False, exit_code=EXIT_FAILED))
+class _Process:
+    """One life after another; signals and the parent's death end the one that is."""
+
+    def __init__(self, settings: StopSettings) -> None:
+        self._settings = settings
+        self._life = Lifecycle(settings)
+
+    async def run(self, start: Start) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled, number.name)
+        parent = self._settings.parent_pid
+        if parent is not None and not watch_parent(parent, lambda: self._parent_died(loop)):
+            _log.error("the parent is gone", parent_pid=parent)
+            return EXIT_FAILED
+        otherwise: Otherwise | None = None
+        while True:
+            life = self._life
+            code = await life.run(partial(_start_and_settle, start))
+            if life.failure is not None and otherwise is not None:
+                start, otherwise = otherwise(life.failure), None
+            elif code == 0 and life.successor is not None:
+                start, otherwise = life.successor, life.otherwise
+            else:
+                return code
+            self._life = Lifecycle(self._settings)
+            del life
+            # Pools and regions of the former life hang in cycles, and are the larger part of a process.
+            gc.unfreeze()
+            gc.collect()
+
+    def _signalled(self, name: str) -> None:
+        self._life.stop(name)
+
+    def _parent_died(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Runs on the watching thread; arms the hard exit itself, as the loop may hang."""
+        life = self._life
+        life._arm(life.settings.close_seconds)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(lambda: self._life.stop("parent died", drain=False, exit_code=EXIT_FAILED))
 
 
 def watch_parent(pid: int, died: Callable[[], None]) -> bool:

@@ -118,9 +118,13 @@ class ServiceServer:
         return f"{bound}:{taken}", taken
 
     async def refuse_admission(self) -> None:
-        """Turn not ready for good and refuse admitting methods; everything else still works."""
+        """Turn not ready and refuse admitting methods; everything else still works."""
         await self._health.end()
         self._guard.draining = True
+
+    def take_work_again(self) -> None:
+        """The end of `refuse_admission`, once the process is ready again."""
+        self._guard.draining = False
 
     async def stop(self, grace: float = 0.5) -> None:
         """Refuse all calls, give running ones `grace` seconds, cancel the rest."""

@@ -1,4 +1,7 @@
-"""From a worker's settings to a loaded model, its pool and an engine: the slow part of a start, off the event loop."""
+"""From a worker's settings to a loaded model, its pool and an engine: the slow part of a start, off the event loop.
+
+Weights outlive a change of role, the pool does not (lives.py).
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,15 @@ from headrace.services.worker.spec_wire import ModelFacts
 ROWS = "rows"
 SLOTS = "slots"
 """Names under which a pool's memory is registered for sending."""
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """A model and what it is, whatever the role."""
+
+    model: Model
+    tokenizer: Tokenizer | None
+    model_fp: bytes
 
 
 @dataclass(frozen=True)
@@ -71,17 +83,26 @@ class LoadedModel:
 
 def load(settings: WorkerSettings, folder: Path) -> LoadedModel:
     """Load everything. Takes seconds for big models; called on a thread. Raises ModelError, TooLittleMemory."""
-    engine = settings.engine
+    return with_pool(load_weights(settings, folder), settings)
+
+
+def load_weights(settings: WorkerSettings, folder: Path) -> LoadedWeights:
+    """The slow half of `load`. Raises ModelError."""
     model = load_model(folder, settings.load)
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
     identity = settings.load.numeric_identity(folder_dtype(read_config(folder)))
-    layout = model.layout
+    return LoadedWeights(model, tokenizer, model_fingerprint(folder, identity))
+
+
+def with_pool(weights: LoadedWeights, settings: WorkerSettings) -> LoadedModel:
+    """A pool of the role's size. Raises TooLittleMemory."""
+    layout = weights.model.layout
     facts = ModelFacts(
         name=settings.model.name,
-        model_fp=model_fingerprint(folder, identity),
+        model_fp=weights.model_fp,
         layout_fp=layout.fingerprint,
         row_fp=layout.row_fingerprint,
-        replay=engine.replay,
+        replay=settings.engine.replay,
         bounded_replay=layout.has_snapshots,
     )
-    return LoadedModel(model, tokenizer, make_pool(model, engine), facts)
+    return LoadedModel(weights.model, weights.tokenizer, make_pool(weights.model, settings.engine), facts)

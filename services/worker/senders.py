@@ -42,15 +42,27 @@ class SenderWatch:
         return len(self._suspects)
 
     async def follow(self, registry: Registry) -> None:
-        """Keep up with the registry, for ever."""
-        async for event in registry.watch(frozenset({self._role})):
+        """Keep up with the registry, for ever. Roles that a process changes to are watched for its next life."""
+        async for event in registry.watch(frozenset({self._role, Role.PREFILL, Role.DECODE})):
             replica = event.replica
-            if not isinstance(event, Removed):
-                found = tuple(_processes(rank.agent for rank in replica.ranks))
+            own = replica.role is self._role
+            if isinstance(event, Removed):
+                if own:
+                    self._suspect(replica)
+                continue
+            found = tuple(_processes(rank.agent for rank in replica.ranks))
+            if own:
                 self._processes[replica.incarnation] = found
                 self._suspects.pop(replica.incarnation, None)
-                continue
-            self._suspect(replica)
+            await self._follow_lives(replica.incarnation, found)
+
+    async def _follow_lives(self, incarnation: str, processes: tuple[ProcessIdentity, ...]) -> None:
+        """Former lives of these processes are over."""
+        for former, suspects in tuple(self._suspects.items()):
+            if former != incarnation and processes and set(suspects) & set(processes):
+                del self._suspects[former]
+                _log.info("a sender began another life", former=short(former), incarnation=short(incarnation))
+                await self._on_dead(former)
 
     def _suspect(self, replica: Replica) -> None:
         processes = self._processes.pop(replica.incarnation, ())

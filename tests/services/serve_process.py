@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 
 from headrace.services.runtime.settings_load import load
+from headrace.services.worker.lives import Sources
 
 SETTINGS = {
     "router": "RouterSettings",
@@ -18,7 +19,10 @@ SETTINGS = {
 def main() -> int:
     role, *sets = sys.argv[1:]
     settings = getattr(import_module(f"headrace.services.{role}.settings"), SETTINGS[role])
-    status: int = import_module(f"headrace.services.{role}.main").run(load(settings, sets=sets, environ={}))
+    arguments: list[object] = [load(settings, sets=sets, environ={})]
+    if role in ("prefill", "decode"):
+        arguments.append(Sources(sets=sets, environ={}))
+    status: int = import_module(f"headrace.services.{role}.main").run(*arguments)
     return status
 
 

@@ -145,6 +145,13 @@ class WorkerTier:
         """Nothing of the pool is pinned for a copy, or held for a load."""
         return (self.writer is None or self.writer.idle) and (self.preloader is None or self.preloader.loading == 0)
 
+    async def writable(self) -> int:
+        """Places that peers may still write."""
+        if self.peers is None:
+            return 0
+        stats = self.peers.buffer.stats()
+        return stats.in_use + stats.quarantined
+
     def meet(self, own: Reader, transfer: TransferEngine, channels: Channels) -> None:
         """Open the host tier to workers of the same model, and theirs to this one."""
         if self.host_memory is not None and self._settings.peers:

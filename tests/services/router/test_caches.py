@@ -20,6 +20,8 @@ from headrace.services.runtime.clock import SystemClock
 from headrace.services.runtime.control import ControlServicer, Inspection
 from headrace.services.runtime.errors import FailedPrecondition, HeadraceError, NotFound, PermissionDenied, Unavailable
 from headrace.services.runtime.health import Health
+from headrace.services.runtime.intake import Intake
+from headrace.services.runtime.lives import Lives
 from headrace.services.runtime.metrics import Metrics
 from headrace.services.runtime.registry.base import Replica, Role
 from headrace.services.runtime.server import ServiceServer, open_channel
@@ -102,15 +104,13 @@ async def _nothing(check: bool = False) -> Inspection:
     return Inspection(control_pb2.Conservation())
 
 
-async def _no_drain() -> None:
-    """Nothing runs."""
-
-
 @asynccontextmanager
 async def worker(name: str, role: Role, operations: FakeOperations) -> AsyncIterator[Any]:
-    server = ServiceServer(ListenSettings(), RpcSettings(), Metrics(), Health())
+    health, clock = Health(), SystemClock()
+    server = ServiceServer(ListenSettings(), RpcSettings(), Metrics(), health)
     replica = Replica(name, "1" * 32, role, "local", "host", "127.0.0.1:1")
-    control = ControlServicer(lambda: replica, Health(), _nothing, _no_drain, lambda: 0, SystemClock(), operations)
+    intake = Intake(server, health, lambda: 0, clock)
+    control = ControlServicer(lambda: replica, health, _nothing, intake, clock, Lives(), caches=operations)
     server.add(
         control_pb2_grpc.add_ControlServiceServicer_to_server,
         control,

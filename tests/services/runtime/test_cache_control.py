@@ -29,6 +29,8 @@ from headrace.services.runtime.clock import SystemClock
 from headrace.services.runtime.control import ControlServicer, Inspection
 from headrace.services.runtime.errors import FailedPrecondition, InvalidArgument, Unimplemented, from_rpc_error
 from headrace.services.runtime.health import Health
+from headrace.services.runtime.intake import Intake
+from headrace.services.runtime.lives import Lives
 from headrace.services.runtime.metrics import Metrics
 from headrace.services.runtime.registry.base import Replica, Role
 from headrace.services.runtime.server import ServiceServer, open_channel
@@ -100,21 +102,19 @@ def host_with(*names: str, tenant: int = 0) -> HostTier:
 
 @asynccontextmanager
 async def served(controls: CacheControls | None) -> AsyncIterator[control_pb2_grpc.ControlServiceAsyncStub]:
-    server = ServiceServer(ListenSettings(), RpcSettings(), Metrics(), Health())
+    health = Health()
+    server = ServiceServer(ListenSettings(), RpcSettings(), Metrics(), health)
 
     async def inspect(check: bool) -> Inspection:
         return Inspection(control_pb2.Conservation())
 
-    async def drain() -> None:
-        """Nothing runs here."""
-
     control = ControlServicer(
         replica=lambda: Replica("w", "1" * 32, Role.PREFILL, "local", "host", "127.0.0.1:1"),
-        health=Health(),
+        health=health,
         inspect=inspect,
-        drain=drain,
-        live=lambda: 0,
+        intake=Intake(server, health, lambda: 0, SystemClock()),
         clock=SystemClock(),
+        lives=Lives(),
         caches=None if controls is None else ProcessCaches(controls),
     )
     server.add(
