@@ -117,6 +117,10 @@ class Index(ABC):
     def clear(self, deadline: float) -> None:
         """Forget every row on purpose: neither the generation nor `needs_rebuild` changes."""
 
+    def wall(self, deadline: float) -> float | None:
+        """Unix seconds by the clock of the server that hosts share; None where all users are on this machine."""
+        return None
+
     @abstractmethod
     def stats(self, deadline: float) -> IndexStats: ...
 

@@ -141,6 +141,10 @@ class RedisIndex(Index):
 
     # The rest
 
+    def wall(self, deadline: float) -> float | None:
+        seconds, microseconds = self._calls.one(("TIME",), deadline)
+        return int(seconds) + int(microseconds) / 1e6
+
     def stats(self, deadline: float) -> IndexStats:
         names = self._prefix + b"names"
         gids, *entries = self._calls.many([("HKEYS", names), *(("HLEN", shard) for shard in self._shards)], deadline)

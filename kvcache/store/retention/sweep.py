@@ -1,7 +1,8 @@
 """When the sweeper may act (spec/kv_tier.md, Recovery).
 
-A sweeper that trusts a wrong clock unlinks what is alive. So it does nothing while the wall clock differs from the
-registry's by over 60 s or has jumped against the monotonic clock since the last look.
+A sweeper that trusts a wrong clock unlinks what is alive. So it does nothing while the wall clock differs from that of
+the server that hosts share (Redis, which has one to ask; etcd has none) by over 60 s, or has jumped against the
+monotonic clock since the last look.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_SKEW_S = 60.0
-"""Between the wall clock and the registry's; also the largest jump against the monotonic clock."""
+"""Between the wall clock and the shared one; also the largest jump against the monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +19,12 @@ class ClockReading:
 
     wall: float
     monotonic: float
-    registry: float | None
-    """The registry's wall clock; None where the registry is embedded in this host, whose clock is the same one."""
+    shared: float | None
+    """The wall clock of the shared index's server; None where the store is this host's alone."""
 
 
 class ClockGuard:
-    """Says at each pass whether time can be trusted. The first reading is trusted as far as the registry agrees."""
+    """Says at each pass whether time can be trusted. The first reading is trusted as far as the shared clock agrees."""
 
     def __init__(self, max_skew_s: float = MAX_SKEW_S) -> None:
         self._max_skew_s = max_skew_s
@@ -32,13 +33,13 @@ class ClockGuard:
     def refusal(self, reading: ClockReading) -> str:
         """Empty if the clocks agree, else why the sweeper must do nothing in this pass.
 
-        After a jump that the registry does not contradict the new time counts from the next pass on, unless it jumps
-        again: a host that was suspended goes on; one pass is lost.
+        After a jump that the shared clock does not contradict the new time counts from the next pass on, unless it
+        jumps again: a host that was suspended goes on; one pass is lost.
         """
         last, self._last = self._last, reading
-        if reading.registry is not None and abs(reading.wall - reading.registry) > self._max_skew_s:
+        if reading.shared is not None and abs(reading.wall - reading.shared) > self._max_skew_s:
             return (
-                f"the wall clock is {reading.wall - reading.registry:+.0f} s off the registry's (at most "
+                f"the wall clock is {reading.wall - reading.shared:+.0f} s off the index server's (at most "
                 f"{self._max_skew_s:.0f} s); set this host's clock"
             )
         if last is not None:

@@ -58,17 +58,15 @@ class SegmentStore(Store):
         events: EventSink = ignore_events,
         wall: WallClock = time.time,
         liveness: Liveness | None = None,
-        registry_wall: Callable[[], float] | None = None,
     ) -> None:
         """Open the directory; `index` is closed with the store.
 
         liveness       whether a writer runs, beside its lock file (a registry lease; needed where several hosts share
                        a file system whose flock does not reach across them)
-        registry_wall  the registry's clock, which the sweeper compares with `wall`
 
         Raises OSError if the directory cannot be used, StoreError if another living process has this boot id.
         """
-        self._parts = Parts(files, index, settings, lives, events, wall, liveness, registry_wall)
+        self._parts = Parts(files, index, settings, lives, events, wall, liveness)
         self._closed = False
         self._parts.start()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from headrace.kvcache.cache_events import CacheChange, EventSink
 from headrace.kvcache.entries import RetentionClass
@@ -63,7 +63,6 @@ class Parts:
         events: EventSink,
         wall: WallClock,
         liveness: Liveness | None,
-        registry_wall: Callable[[], float] | None,
     ) -> None:
         """See SegmentStore. Nothing runs before `start`."""
         events = _guarded(events)
@@ -228,7 +227,6 @@ class Parts:
             self._tick,
             self.quotas.pressing,
             passing,
-            registry_wall=registry_wall,
             tick_s=settings.tick_s,
             sweep_s=settings.sweep_s,
             index_timeout_s=patient,

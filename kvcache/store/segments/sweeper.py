@@ -56,7 +56,6 @@ class Sweeper:
         pressing: Callable[[], bool],
         passing: threading.Lock,
         *,
-        registry_wall: Callable[[], float] | None,
         tick_s: float,
         sweep_s: float,
         index_timeout_s: float,
@@ -76,7 +75,6 @@ class Sweeper:
         self._reload = reload
         self._tick = tick
         self._pressing = pressing
-        self._registry_wall = registry_wall
         self._tick_s = tick_s
         self._sweep_s = sweep_s
         self._index_timeout_s = index_timeout_s
@@ -114,8 +112,8 @@ class Sweeper:
                 self._elected = self._files.lock(_ELECTION)
             if self._elected is None:
                 return CollectReport(refused="another process of this store is its sweeper; ask that one")
-            registry = self._registry_wall() if self._registry_wall is not None else None
-            refusal = self._guard.refusal(ClockReading(self._wall(), time.monotonic(), registry))
+            shared = self._index.wall(time.monotonic() + self._index_timeout_s)
+            refusal = self._guard.refusal(ClockReading(self._wall(), time.monotonic(), shared))
             if refusal:
                 return CollectReport(refused=refusal)
             self._reload()

@@ -88,7 +88,7 @@ class RedisServer:
 
 # What headrace's user may do; kvcache/index/README.md shows the same line.
 ACL_COMMANDS = (
-    "+auth +select +eval +hmget +hget +hset +hdel +hlen +hscan +hkeys +hvals +smembers +sadd +srem +spop +scard "
+    "+auth +select +time +eval +hmget +hget +hset +hdel +hlen +hscan +hkeys +hvals +smembers +sadd +srem +spop +scard "
     "+get +set +del +info +memory|usage"
 )
 

@@ -10,6 +10,7 @@ import pytest
 from headrace.kvcache.entries import EntryFieldError, EntryKind, RetentionClass
 from headrace.kvcache.index.base import MAX_PLACE, Index, IndexUnavailable
 from headrace.kvcache.index.memory import DictIndex
+from headrace.kvcache.index.redis import RedisIndex
 from tests.kvcache.index.conftest import OpenIndex
 from tests.kvcache.index.rows import key, row, soon
 
@@ -191,6 +192,16 @@ def test_threads_put_and_read_at_once(index: Index) -> None:
         thread.join()
     assert not failures
     assert index.stats(soon()).entries == 4 * 150
+
+
+def test_a_shared_server_tells_its_time(index: Index) -> None:
+    """What the sweeper compares its own clock with; on this machine they are the same one."""
+    shared = index.wall(soon())
+    if isinstance(index, RedisIndex):
+        assert shared is not None
+        assert abs(shared - time.time()) < 60
+    else:
+        assert shared is None
 
 
 def test_a_deadline_that_has_passed_is_unavailable(index: Index) -> None:

@@ -3,11 +3,11 @@ from __future__ import annotations
 from headrace.kvcache.store.retention.sweep import ClockGuard, ClockReading
 
 
-def test_nothing_while_the_registry_says_another_time() -> None:
+def test_nothing_while_the_shared_clock_says_another_time() -> None:
     guard = ClockGuard()
     assert guard.refusal(ClockReading(1_000.0, 5.0, 1_059.0)) == ""
-    assert "off the registry" in guard.refusal(ClockReading(1_010.0, 15.0, 1_071.0))
-    assert "off the registry" in guard.refusal(ClockReading(1_020.0, 25.0, 950.0))
+    assert "off the index server" in guard.refusal(ClockReading(1_010.0, 15.0, 1_071.0))
+    assert "off the index server" in guard.refusal(ClockReading(1_020.0, 25.0, 950.0))
     assert guard.refusal(ClockReading(1_030.0, 35.0, 1_030.0)) == ""
 
 

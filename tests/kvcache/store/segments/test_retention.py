@@ -42,6 +42,17 @@ RECORD = 12_288
 Open = Callable[..., SegmentStore]
 
 
+class SharedIndex(DictIndex):
+    """An index whose server has a clock."""
+
+    def __init__(self, clock: FakeWall) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def wall(self, deadline: float) -> float | None:
+        return self._clock()
+
+
 @pytest.fixture
 def wall() -> FakeWall:
     return FakeWall(1_800_000_000.0)
@@ -63,7 +74,6 @@ def open_store(tmp_path: Path, wall: FakeWall, events: list[CacheChange]) -> Ite
         capacity: int = 0,
         tenant: int = 0,
         tick_s: float = 3600,
-        registry: Callable[[], float] | None = None,
     ) -> SegmentStore:
         store = SegmentStore(
             PosixFileLayer(tmp_path / "store"),
@@ -71,7 +81,6 @@ def open_store(tmp_path: Path, wall: FakeWall, events: list[CacheChange]) -> Ite
             replace(SETTINGS, node="n", boot=boot, capacity_bytes=capacity, tenant_bytes=tenant, tick_s=tick_s),
             events=events.append,
             wall=wall,
-            registry_wall=registry,
         )
         opened.append(store)
         return store
@@ -129,12 +138,12 @@ def test_expiry_unlinks_segments_and_removes_buckets(
 
 
 def test_nothing_is_swept_while_the_clock_cannot_be_trusted(open_store: Open, wall: FakeWall, tmp_path: Path) -> None:
-    registry = FakeWall(wall.now)
-    store = open_store(registry=registry)
+    shared = FakeWall(wall.now)
+    store = open_store(index=SharedIndex(shared))
     put(store, prefix("a", 3))
     wall.now += 30 * DAY
     for _ in range(3):
-        assert "off the registry" in store.collect().refused
+        assert "off the index server" in store.collect().refused
     assert len(buckets(tmp_path / "store")) == 1
     wall.now -= 30 * DAY
     assert "jumped" in store.collect().refused
