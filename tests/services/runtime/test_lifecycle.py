@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from headrace.services.runtime.lifecycle import EXIT_FAILED, EXIT_HARD, Lifecycle
+from headrace.services.runtime.lifecycle import EXIT_FAILED, EXIT_HARD, Lifecycle, _start_and_settle
 from headrace.services.runtime.settings import StopSettings
 
 PATIENCE = 20.0
@@ -233,3 +234,19 @@ def test_a_child_whose_parent_is_gone_already_does_not_start(parent: int) -> Non
 def test_a_parent_pid_is_a_pid(value: int) -> None:
     with pytest.raises(ValueError, match="greater than"):
         StopSettings(parent_pid=value)
+
+
+async def test_what_stands_after_the_start_is_left_alone_by_the_collector() -> None:
+    """Full collections hold everything up, and nothing of a start ever becomes garbage."""
+    started = []
+
+    async def start(life: Lifecycle) -> None:
+        started.append(life)
+
+    life = Lifecycle(StopSettings())
+    try:
+        await _start_and_settle(start, life)
+        assert started == [life]
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
