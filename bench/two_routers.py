@@ -26,8 +26,8 @@ from pathlib import Path
 from bench._progress import Phases
 from bench._report import Report, arguments, emit
 from bench.two_routers_harness.clients import Round, client
+from bench.two_routers_harness.model import make_model
 from bench.two_routers_harness.processes import EtcdCluster, Member, slots_peak, slots_used
-from headrace.cli.model import make
 
 CLIENTS, RANKS, SLOTS, QUEUE = 64, 4, 10, 24
 ROOM = RANKS * SLOTS
@@ -125,7 +125,7 @@ def main() -> int:
     options = parser.parse_args()
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch, Phases() as phases:
-        folder = make("deepseek-v41-tiny", Path(scratch), 0)
+        folder = make_model(Path(scratch) / "model")
         with phases.phase("runs", 2 * options.runs) as advance:
             outcomes, peaks = run_all(folder, Path(scratch) / "run", options.runs, advance)
     wrong = [outcome for outcome in outcomes if not outcome.holds]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from pathlib import Path
 
 import torch
@@ -37,6 +38,7 @@ V3_SIZES: dict[str, int] = {
 }
 V3_CONFIG: dict[str, object] = V3_SIZES | {
     "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
     "dtype": "float32",
     "routed_scaling_factor": 2.5,
     "norm_topk_prob": True,
@@ -46,12 +48,13 @@ V3_CONFIG: dict[str, object] = V3_SIZES | {
 }
 
 
-def make_v3(folder: Path, seed: int) -> None:
+def make_v3(folder: Path, seed: int, changes: Mapping[str, int] = MappingProxyType({})) -> None:
     """A random DeepSeek-V3 folder: low-rank queries, one dense layer, grouped experts. Equal seeds give equal bytes.
+    `changes`: sizes other than V3_SIZES.
 
     Scales are large enough that attention is peaked and tokens are routed apart.
     """
-    size = V3_SIZES
+    size = V3_SIZES | dict(changes)
     hidden, vocab, heads = size["hidden_size"], size["vocab_size"], size["num_attention_heads"]
     nope, rope, value = size["qk_nope_head_dim"], size["qk_rope_head_dim"], size["v_head_dim"]
     rank, query_rank = size["kv_lora_rank"], size["q_lora_rank"]
@@ -87,7 +90,7 @@ def make_v3(folder: Path, seed: int) -> None:
         tensors[name] = 1 + 0.1 * noise if "norm" in name else noise * (0.1 if len(shape) > 1 else 0.02)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(V3_CONFIG, indent=1) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(V3_CONFIG | size, indent=1) + "\n", encoding="utf-8")
 
 
 def _ffn(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, ...]]:

@@ -17,7 +17,7 @@ from headrace.services.runtime.errors import ResourceExhausted, from_rpc_error
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 WINDOW_BYTES = 512
-MAX_TOKENS = 12
+MAX_TOKENS = 8
 LOGPROBS = 20
 """Of every token, so that few events fill the window."""
 TIMEOUT_S = 180.0
@@ -92,15 +92,17 @@ async def client(router: str, name: str, index: int, outcome: Round, let_go: asy
 
 
 async def _one(call: Any, outcome: Round, let_go: asyncio.Event) -> None:
-    tokens = 0
+    tokens, ended = 0, ""
     while (response := await call.read()) is not grpc.aio.EOF:
         if response.HasField("tokens"):
             if tokens == 0 and not let_go.is_set():
                 await outcome.note(accepted=1)
             tokens += len(response.tokens.token_ids)
             await let_go.wait()
+        elif response.HasField("finished"):
+            ended = f"{common_pb2.FinishReason.Name(response.finished.reason)} {response.finished.error.message}"
     if tokens == MAX_TOKENS:
         await outcome.note(finished=1)
     else:
-        outcome.other_errors.append(f"{tokens} tokens instead of {MAX_TOKENS}")
+        outcome.other_errors.append(f"{tokens} tokens instead of {MAX_TOKENS}: {ended}")
         await outcome.note()

@@ -18,7 +18,7 @@ from headrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, pr
 DECODE = common_pb2.PeerId(replica_id="Mock-decode-0", incarnation="d")
 PREFILL = common_pb2.PeerId(replica_id="Mock-prefill-0", incarnation="p")
 ROUTER = common_pb2.PeerId(replica_id="router", incarnation="r")
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def test_a_decision_counts_at_both_ranks_and_leaves_nothing() -> None:
