@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# An example that takes long on a busy machine is no finding: nothing here is asserted about seconds.
-settings.register_profile("headrace", deadline=None)
+# That an example or its making takes long on a busy machine is no finding: nothing is asserted about seconds.
+settings.register_profile("headrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("headrace")

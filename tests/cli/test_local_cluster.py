@@ -18,7 +18,7 @@ from headrace.cli.cluster_spec import ClusterSpec
 from headrace.cli.exits import CliError
 from headrace.cli.local_cluster import ChildFailed, LocalCluster
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 SECOND_SIGNAL = """
 import signal, sys
 got = []

@@ -31,7 +31,7 @@ from headrace.services.runtime.server import ServiceServer, open_channel
 from headrace.services.runtime.settings import ListenSettings, RpcSettings
 from headrace.v1 import common_pb2, control_pb2, control_pb2_grpc, registry_pb2, registry_pb2_grpc
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 """Bound of every wait on a busy machine; nothing is asserted about how long it took."""
 RPC = RpcSettings()
 EXACT = (
@@ -131,7 +131,7 @@ def busy(status: control_pb2.StatusResponse) -> str:
 class Cluster:
     """Workers of one model around one registry."""
 
-    def __init__(self, folder: Path, scratch: Path, ttl_seconds: float = 2.0) -> None:
+    def __init__(self, folder: Path, scratch: Path, ttl_seconds: float = 5.0) -> None:
         self.folder = folder
         self.ttl_seconds = ttl_seconds
         self._scratch = scratch

@@ -81,7 +81,7 @@ async def v41_cluster(v41_folder: Path, tmp_path_factory: pytest.TempPathFactory
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def v3_mortal(v3_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     """A V3 cluster whose workers tests may kill; each test takes what it needs with `ensure`."""
-    async with Cluster(v3_folder, tmp_path_factory.mktemp("v3_mortal"), ttl_seconds=0.5) as cluster:
+    async with Cluster(v3_folder, tmp_path_factory.mktemp("v3_mortal"), ttl_seconds=2.0) as cluster:
         yield cluster
 
 

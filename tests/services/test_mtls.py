@@ -47,7 +47,7 @@ METHODS = [
     for service in module.DESCRIPTOR.services_by_name.values()
     for method in service.methods_by_name
 ]
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 @dataclass
@@ -125,7 +125,7 @@ def ask(address: str, tls: ClientTls | None, key: str, image: bool = False) -> A
 def status_of(channel: grpc.Channel, method: str) -> HeadraceError:
     """The error of an empty message to a method; the answers of all of them are errors."""
     with pytest.raises(grpc.RpcError) as caught:
-        channel.unary_unary(method)(b"", timeout=10)
+        channel.unary_unary(method)(b"", timeout=60)
     return typed(caught.value)
 
 
@@ -196,7 +196,7 @@ def test_a_worker_acts_in_its_own_name(secured: Secured) -> None:
     with decode.open(secured.cluster.router, []) as channel:
         call: Any = channel.unary_unary("/headrace.v1.RegistryService/Register")
         with pytest.raises(grpc.RpcError) as caught:
-            call(register.SerializeToString(), timeout=10)
+            call(register.SerializeToString(), timeout=60)
         assert isinstance(typed(caught.value), PermissionDenied)
     with decode.open(secured.address("prefill-0"), []) as channel:
         assert isinstance(status_of(channel, "/headrace.v1.PrefillService/Run"), PermissionDenied)
@@ -237,7 +237,7 @@ def test_plain_text_clients_are_told_apart_from_a_dead_cluster(secured: Secured)
 
 def _plain(port: int, opening: bytes) -> bytes | None:
     """What plain text gets: None for nothing but a closed connection or a TLS alert."""
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.settimeout(10)
         try:
             connection.sendall(opening)
@@ -255,7 +255,7 @@ def _tls(port: int, ca: Path, cert: Path | None, key: Path | None) -> bool:
         context.load_cert_chain(cert, key)
     try:
         with (
-            socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
+            socket.create_connection(("127.0.0.1", port), timeout=60) as plain,
             context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
         ):
             connection.settimeout(10)
@@ -274,7 +274,7 @@ def _serial(secured: Secured, name: str) -> str:
     assert own.cert is not None
     context.load_cert_chain(own.cert, own.key)
     with (
-        socket.create_connection((host, int(port)), timeout=10) as plain,
+        socket.create_connection((host, int(port)), timeout=60) as plain,
         context.wrap_socket(plain, server_hostname=host) as connection,
     ):
         certificate = connection.getpeercert(binary_form=True)

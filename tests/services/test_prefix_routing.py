@@ -98,7 +98,7 @@ async def test_the_second_turn_goes_where_the_first_left_its_prefix(v3_folder: P
     part of the index dies with it and nobody else's; a router that starts anew knows the same as the old one."""
     chats = {name: prompt_of(name, 160) for name in ("one", "two", "three", "four", "five", "six")}
     nexts = {name: (*tokens, *prompt_of(f"more of {name}", 20)) for name, tokens in chats.items()}
-    async with Cluster(v3_folder, tmp_path, ttl_seconds=2.0) as cluster:
+    async with Cluster(v3_folder, tmp_path, ttl_seconds=5.0) as cluster:
         # One after the other: side by side they outlast their time on a busy machine.
         first, second, decode = [await cluster.start(role) for role in ("prefill", "prefill", "decode")]
         homes = {name: (first, second)[number % 2] for number, name in enumerate(chats)}

@@ -54,7 +54,7 @@ def open_segments(files: FileLayer, index: Index, wall: Callable[[], float], **c
     return SegmentStore(files, index, settings(**changes), wall=wall)
 
 
-def soon(seconds: float = 30.0) -> float:
+def soon(seconds: float = 60.0) -> float:
     """A deadline that nothing here should meet."""
     return time.monotonic() + seconds
 

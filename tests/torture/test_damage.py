@@ -28,7 +28,7 @@ def fill(directory: Path) -> list[IndexRow]:
     store = open_real(directory, secrets.token_hex(6))
     for start in range(0, RECORDS, 20):
         ticket = store.put_many([entry(number) for number in range(start, start + 20)])
-        assert all(ticket.durable.result(timeout=30))
+        assert all(ticket.durable.result(timeout=60.0))
     store.close()
     index = SqliteIndex(directory / "index.sqlite")
     rows = index.get_many([key_of(number) for number in range(RECORDS)], soon())

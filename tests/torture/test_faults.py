@@ -177,7 +177,7 @@ def test_a_stale_index_is_a_hint(tally: Tally) -> None:
     for start in range(0, len(missing), 20):
         ticket = store.put_many([entry(number) for number in missing[start : start + 20]])
         assert all(ticket.accepted)
-        assert all(ticket.durable.result(timeout=30))
+        assert all(ticket.durable.result(timeout=60.0))
     must_come(store, set(keys), 4 * ENTRIES)
     store.close()
 

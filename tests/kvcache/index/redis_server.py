@@ -74,7 +74,7 @@ class RedisServer:
         ]
 
     def _wait_until_it_listens(self) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while True:
             assert self._process is not None
             assert self._process.poll() is None, (self.folder / "log").read_text()

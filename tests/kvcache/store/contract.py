@@ -62,7 +62,7 @@ def durable(store: Store, entries: list[object] | object) -> None:
     ticket = store.put_many(entries)  # type: ignore[arg-type]
     assert store.flush(20.0)
     assert all(ticket.accepted)
-    assert all(ticket.durable.result(timeout=20.0))
+    assert all(ticket.durable.result(timeout=60.0))
 
 
 class StoreContract:
@@ -117,7 +117,7 @@ class StoreContract:
         memory = bytearray(entry.payload)
         ticket = store.put_many([type(entry)(entry.info, memoryview(memory))])
         memory[:] = bytes(len(memory))
-        assert ticket.durable.result(timeout=20.0) == (True,)
+        assert ticket.durable.result(timeout=60.0) == (True,)
         assert consume(store.get_many([entry.info.key], soon())) == [entry.payload]
 
     def test_an_entry_that_is_there_is_not_taken_again(self, store: Store) -> None:
@@ -125,7 +125,7 @@ class StoreContract:
         durable(store, entries)
         ticket = store.put_many([*entries, block("b", 0)])
         assert ticket.accepted == (False,) * 4 + (True,)
-        assert ticket.durable.result(timeout=20.0) == (False,) * 4 + (True,)
+        assert ticket.durable.result(timeout=60.0) == (False,) * 4 + (True,)
         assert store.stats().refused_known == 4
 
     def test_an_entry_in_flight_is_not_taken_again(self, store: Store) -> None:
@@ -142,7 +142,7 @@ class StoreContract:
             store.put_many([type(entry)(entry.info, b"short")])
 
     def test_nothing_asked_is_nothing_done(self, store: Store) -> None:
-        assert store.put_many([]).durable.result(timeout=5.0) == ()
+        assert store.put_many([]).durable.result(timeout=60.0) == ()
         assert list(store.lookup([], soon())) == []
         assert list(store.get_many([], soon())) == []
         assert list(store.find([], soon())) == []
@@ -157,7 +157,7 @@ class StoreContract:
             assert 1 <= taken < len(entries)
             assert ticket.accepted == (True,) * taken + (False,) * (len(entries) - taken)
             assert store.flush(20.0)
-            assert ticket.durable.result(timeout=20.0) == ticket.accepted
+            assert ticket.durable.result(timeout=60.0) == ticket.accepted
             assert store.stats().refused_full == len(entries) - taken
             assert all(store.put_many(entries[taken : taken + 1]).accepted)
 

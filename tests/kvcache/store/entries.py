@@ -97,7 +97,7 @@ def keys(entries: Sequence[PutEntry]) -> list[Key]:
     return [entry.info.key for entry in entries]
 
 
-def soon(seconds: float = 20.0) -> float:
+def soon(seconds: float = 60.0) -> float:
     """A deadline that a test does not mean to meet."""
     return time.monotonic() + seconds
 

@@ -114,11 +114,11 @@ class Sender:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait(timeout=30)
+        self._process.wait(timeout=60)
 
     def close(self) -> None:
         self._process.kill()
-        self._process.wait(timeout=30)
+        self._process.wait(timeout=60)
         self._calls.close()
         self.gate.close()
 

@@ -26,7 +26,7 @@ WIRES = pytest.mark.parametrize("settings", [CMA, TCP], ids=["cma", "tcp"])
 BUFFER = 1 << 20
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
+def until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
     """Bounded polling."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -37,7 +37,7 @@ CMA = frozenset({"cma"})
 TCP = frozenset({"tcp"})
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
+def until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
     """Bounded polling."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -53,7 +53,7 @@ def test_rows_arrive_by_shared_memory(
     receiver.engine.expect("t1")
     sender.call("push", grant, (RowMove("pool", (1, 2, 3), (7, 8, 40)),), True)
     notices: list[Any] = []
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not notices and time.monotonic() < deadline:
         notices = receiver.engine.take_notices()
         time.sleep(0.001)

@@ -26,7 +26,7 @@ WIRES = pytest.mark.parametrize(("settings", "wire"), [(CMA, "cma"), (TCP, "tcp"
 Make = Callable[..., Any]
 
 
-def wait_for_notices(engine: Any, count: int = 1, seconds: float = 30.0) -> list[Any]:
+def wait_for_notices(engine: Any, count: int = 1, seconds: float = 60.0) -> list[Any]:
     """Bounded polling."""
     deadline = time.monotonic() + seconds
     found: list[Any] = []
@@ -199,7 +199,7 @@ def test_nothing_is_sent_before_the_rows_are_ready(process: ModuleType, make_rec
         push = engine.push(
             process.handle(receiver.description, "a", (0,)), [RowMove("pool", (0,), (0,))], last=True, ready=ready
         )
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while ready.asked < 3:
             assert time.monotonic() < deadline
             time.sleep(0.001)

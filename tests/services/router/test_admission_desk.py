@@ -34,7 +34,7 @@ async def running(limits: AdmissionLimits) -> AsyncIterator[AdmissionDesk]:
 
 
 async def until(check: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(60.0):
         while not check():  # noqa: ASYNC110 - the desk has no event for it
             await asyncio.sleep(0)
 

@@ -15,7 +15,7 @@ from headrace.services.router.attach import DecodeLink, Overtaken
 from headrace.services.runtime.errors import Unavailable
 from headrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class FakeDecode(decode_pb2_grpc.DecodeServiceServicer):

@@ -26,7 +26,7 @@ from headrace.services.runtime.settings import ListenSettings, RpcSettings
 from headrace.services.worker.events_service import add_event_service
 from headrace.v1 import common_pb2
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 KEYS = block_keys(bytes(32), list(range(64)), 4)
 RPC = RpcSettings()
 

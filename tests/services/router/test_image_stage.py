@@ -37,7 +37,7 @@ from tests.services.encoder.test_cache import CONFIG, ROW_BYTES, TOWER
 GROUP = ModelGroup(b"m" * 32, b"l" * 32, b"r" * 32, 32, 512)
 SECRET = b"0123456789abcdef"
 ACME, UMBRELLA = TenantKeys(SECRET, "acme"), TenantKeys(SECRET, "umbrella")
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 @dataclass(eq=False)

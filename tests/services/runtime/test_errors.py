@@ -118,7 +118,7 @@ async def caller() -> AsyncIterator[Caller]:
 
         def call(error: errors.HeadraceError) -> grpc.aio.UnaryUnaryCall[bytes, bytes]:
             raised.append(error)
-            return channel.unary_unary("/test.Service/Fail")(b"", timeout=20)
+            return channel.unary_unary("/test.Service/Fail")(b"", timeout=60)
 
         yield call
     await server.stop(None)

@@ -17,7 +17,7 @@ import pytest
 from headrace.services.runtime.lifecycle import EXIT_FAILED, EXIT_HARD, Lifecycle, _start_and_settle
 from headrace.services.runtime.settings import StopSettings
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 def _never(status: int) -> None:

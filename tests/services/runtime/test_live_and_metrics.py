@@ -91,7 +91,7 @@ def test_the_endpoint_serves_and_frees_its_port() -> None:
     metrics = Metrics()
     metrics.histogram("step_seconds", "Steps").observe(0.01)
     server = MetricsServer(metrics, "127.0.0.1", 0)
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=60) as response:
         page = response.read().decode()
     server.close()
     assert 'headrace_step_seconds_bucket{le="0.01"} 1.0' in page

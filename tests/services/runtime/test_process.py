@@ -18,7 +18,7 @@ from headrace.services.runtime.registry.embedded import EmbeddedRegistry
 from headrace.services.runtime.settings import LogSettings, ServiceSettings
 from headrace.v1 import control_pb2
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 class RouterLike(ServiceSettings):
@@ -66,7 +66,7 @@ async def test_the_life_of_a_member() -> None:
         added = await anext(watch)
         assert added.replica.state is State.READY
         assert (added.replica.endpoint, added.replica.incarnation) == (process.server.address, life.incarnation)
-        with await asyncio.to_thread(urllib.request.urlopen, f"http://{process.metrics_endpoint}", timeout=10) as page:
+        with await asyncio.to_thread(urllib.request.urlopen, f"http://{process.metrics_endpoint}", timeout=60) as page:
             assert b"headrace_info{" in page.read()
 
         async def finish() -> None:

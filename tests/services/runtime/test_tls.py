@@ -94,7 +94,7 @@ async def server(tls: Tls, front: bool = False) -> AsyncIterator[ServiceServer]:
 
 async def count(channel: grpc.aio.Channel) -> int:
     stub = inference_pb2_grpc.InferenceServiceStub(channel)
-    response = await stub.CountTokens(inference_pb2.CountTokensRequest(), timeout=10)
+    response = await stub.CountTokens(inference_pb2.CountTokensRequest(), timeout=60)
     return response.prompt_tokens
 
 
@@ -102,7 +102,7 @@ async def renew(channel: grpc.aio.Channel, replica: str) -> None:
     stub = registry_pb2_grpc.RegistryServiceStub(channel)
     request = registry_pb2.RegistryServiceRenewRequest(peer=common_pb2.PeerId(replica_id=replica))
     try:
-        await stub.Renew(request, timeout=10)
+        await stub.Renew(request, timeout=60)
     except grpc.aio.AioRpcError as failure:
         raise errors.from_rpc_error(failure) from failure
 
@@ -282,7 +282,7 @@ def test_metrics_are_for_monitors(authority: Path) -> None:
     nobody."""
     page = MetricsServer(Metrics(role="decode"), "127.0.0.1", 0, material(authority, Peer(PeerRole.DECODE)))
     try:
-        silent = http.client.HTTPConnection(page.host, page.port, timeout=10)
+        silent = http.client.HTTPConnection(page.host, page.port, timeout=60)
         silent.connect()
 
         def get(role: PeerRole | None) -> tuple[int, bytes]:
@@ -290,7 +290,7 @@ def test_metrics_are_for_monitors(authority: Path) -> None:
             if role is not None:
                 files = issue(authority, Peer(role))
                 context.load_cert_chain(files.cert, files.key)
-            connection = http.client.HTTPSConnection("localhost", page.port, context=context, timeout=10)
+            connection = http.client.HTTPSConnection("localhost", page.port, context=context, timeout=60)
             connection.request("GET", "/metrics")
             response = connection.getresponse()
             body = response.read()
@@ -303,7 +303,7 @@ def test_metrics_are_for_monitors(authority: Path) -> None:
         assert get(PeerRole.CLIENT) == (403, b"")
         with pytest.raises(OSError, match=r"(?i)certificate|reset|broken|EOF"):
             get(None)
-        plain = http.client.HTTPConnection(page.host, page.port, timeout=10)
+        plain = http.client.HTTPConnection(page.host, page.port, timeout=60)
         plain.connect()
         plain.request("GET", "/metrics")
         with pytest.raises((OSError, http.client.HTTPException)):

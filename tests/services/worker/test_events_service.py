@@ -171,7 +171,7 @@ async def test_an_unknown_source_or_tier_is_refused() -> None:
 
 async def test_a_killed_worker_is_a_gap(v3_folder: Path, tmp_path: Path) -> None:
     """L14, L24: watch, kill, gap, snapshot; the watched state is the snapshot's, and the prompt's keys are in it."""
-    async with Cluster(v3_folder, tmp_path, ttl_seconds=0.5) as cluster:
+    async with Cluster(v3_folder, tmp_path, ttl_seconds=2.0) as cluster:
         await cluster.start_all("prefill", "decode")
         prefill, decode = cluster["prefill"], cluster["decode"]
         prompt = prompt_of("events", 5 * BLOCK + 3)
@@ -213,7 +213,7 @@ async def test_a_store_outlives_its_writer(v3_folder: Path, tmp_path: Path) -> N
     sets = (f"cache.store=file://{tmp_path / 'store'}", "cache.min_load_tokens=16")
     prompt = prompt_of("stored", 6 * BLOCK + 3)
     wanted = set(block_keys(ROOT, prompt, BLOCK))
-    async with Cluster(v3_folder, tmp_path, ttl_seconds=0.5) as cluster:
+    async with Cluster(v3_folder, tmp_path, ttl_seconds=2.0) as cluster:
         prefill, decode = await cluster.start("prefill", *sets), await cluster.start("decode")
         watcher = Watcher(prefill.channel, events_pb2.EVENT_SOURCE_STORE)
         async with attached(prefill, decode) as driver:

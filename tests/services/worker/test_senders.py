@@ -21,7 +21,7 @@ from headrace.services.runtime.registry.embedded import EmbeddedRegistry
 from headrace.services.worker.senders import SenderWatch
 from headrace.v1 import common_pb2
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def replica(agent: bytes) -> Replica:

@@ -39,7 +39,7 @@ def node(
         store.close()
 
 
-def wait_until(true: object, seconds: float = 20.0) -> None:
+def wait_until(true: object, seconds: float = 60.0) -> None:
     """Until `true()` is."""
     deadline = time.monotonic() + seconds
     while not true():  # type: ignore[operator]

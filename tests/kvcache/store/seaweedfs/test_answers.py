@@ -301,7 +301,7 @@ def test_a_server_that_is_back_is_found_by_the_probe() -> None:
         _, breaker = servers._of(server)
         breaker.failed()
         assert not servers.up(server)
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while not servers.up(server):
             servers.probe(1.0)
             assert time.monotonic() < until

@@ -132,13 +132,13 @@ def test_writes_wait_for_no_server_for_ever(whole: WeedCluster) -> None:
             server.kill()
         whole.wait_for(1)
         ticket = store.put_many(prefix("a", 3))
-        assert ticket.durable.result(timeout=20.0) == (False,) * 4
+        assert ticket.durable.result(timeout=60.0) == (False,) * 4
         assert sum(store.stats().failed_writes.values()) == 4
         assert store.stats().queued_entries == 0
         for server in whole.volumes[1:]:
             server.start()
         whole.wait_for(3)
-        wait_until(lambda: all(store.put_many(prefix("b", 3)).durable.result(timeout=20.0)) or _there(store, "b"))
+        wait_until(lambda: all(store.put_many(prefix("b", 3)).durable.result(timeout=60.0)) or _there(store, "b"))
 
 
 def test_without_a_master_reads_go_on(whole: WeedCluster) -> None:
@@ -149,14 +149,14 @@ def test_without_a_master_reads_go_on(whole: WeedCluster) -> None:
         assert consume(store.get_many(keys(entries), soon())) == [entry.payload for entry in entries]
         whole.master.kill()
         assert consume(store.get_many(keys(entries), soon())) == [entry.payload for entry in entries]
-        assert not any(store.put_many(prefix("b", 3)).durable.result(timeout=20.0))
+        assert not any(store.put_many(prefix("b", 3)).durable.result(timeout=60.0))
         stats = store.stats()
         assert (stats.blocks, stats.disk_bytes) == (20, 2 * stats.payload_bytes)
         whole.master.start()
         whole.wait_for(3)
         later = prefix("c", 20)
         wait_until(
-            lambda: all(store.put_many(later).durable.result(timeout=20.0)) or all(store.lookup(keys(later), soon()))
+            lambda: all(store.put_many(later).durable.result(timeout=60.0)) or all(store.lookup(keys(later), soon()))
         )
         both = entries + later
         assert consume(store.get_many(keys(both), soon())) == [entry.payload for entry in both]
@@ -261,7 +261,7 @@ def test_nothing_answers(tmp_path: Path) -> None:
     with ExitStack() as stack:
         store = SeaweedStore(SeaweedSettings(("127.0.0.1:1",), write_timeout_s=0.3), DictIndex())
         stack.callback(store.close)
-        assert store.put_many(prefix("a", 1)).durable.result(timeout=20.0) == (False, False)
+        assert store.put_many(prefix("a", 1)).durable.result(timeout=60.0) == (False, False)
         assert store.stats().failed_writes == {"not_connected": 2}
         with pytest.raises(StoreError, match="nothing was erased"):
             store.drop_tenant(TENANT)

@@ -32,7 +32,7 @@ def test_what_another_machine_was_writing_is_erased_too(weed: WeedCluster) -> No
         one.drop_tenant(TENANT)
         go.set()
         for ticket in tickets:
-            ticket.durable.result(timeout=20.0)
+            ticket.durable.result(timeout=60.0)
         wait_until(lambda: not any(one.lookup(keys(mine), soon())))
         assert all(isinstance(got, Miss) for got in other.get_many(keys(mine), soon()))
         assert consume(one.get_many(keys(theirs), soon())) == [entry.payload for entry in theirs]
@@ -42,8 +42,8 @@ def test_what_one_stored_the_other_does_not_store_again(weed: WeedCluster) -> No
     index = DictIndex()
     with node(weed, "shared", index) as one, node(weed, "shared", index) as other:
         entries = prefix("a", 3)
-        assert all(one.put_many(entries).durable.result(timeout=20.0))
-        assert all(other.put_many(entries).durable.result(timeout=20.0))
+        assert all(one.put_many(entries).durable.result(timeout=60.0))
+        assert all(other.put_many(entries).durable.result(timeout=60.0))
         assert other.stats().written_bytes == 0
         assert other.stats().refused_known == len(entries)
         assert consume(other.get_many(keys(entries), soon())) == [entry.payload for entry in entries]

@@ -43,7 +43,7 @@ def test_without_the_index_nothing_is_written(weed: WeedCluster) -> None:
     with node(weed, "noindex", index) as store:
         entries = prefix("a", 3)
         index.no_gets = True
-        assert store.put_many(entries).durable.result(timeout=20.0) == (False,) * 4
+        assert store.put_many(entries).durable.result(timeout=60.0) == (False,) * 4
         assert store.stats().failed_writes == {"index": 4}
         index.no_gets = False
         assert not list(store.scan())
@@ -55,7 +55,7 @@ def test_what_the_index_did_not_take_is_not_durable_and_a_rebuild_finds_it(weed:
     with node(weed, "orphans", index) as store:
         entries = prefix("a", 3)
         index.no_puts = True
-        assert store.put_many(entries).durable.result(timeout=20.0) == (False,) * 4
+        assert store.put_many(entries).durable.result(timeout=60.0) == (False,) * 4
         assert not any(store.lookup(keys(entries), soon()))
         index.no_puts = False
         assert store.verify().missing_in_index == 4
@@ -98,7 +98,7 @@ def test_a_defect_in_a_batch_ends_its_tickets(weed: WeedCluster, monkeypatch: py
 
         with monkeypatch.context() as patch:
             patch.setattr(store._cluster, "assign", broken)
-            assert store.put_many(prefix("a", 1)).durable.result(timeout=20.0) == (False, False)
+            assert store.put_many(prefix("a", 1)).durable.result(timeout=60.0) == (False, False)
         assert store.stats().failed_writes == {"internal": 2}
         assert store.stats().queued_bytes == 0
         durable(store, prefix("a", 1))

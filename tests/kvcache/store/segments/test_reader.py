@@ -78,7 +78,7 @@ def test_a_late_read_is_a_miss_and_keeps_its_buffer(fixture: Fixture) -> None:
     begun = time.monotonic()
     results = fixture.reader.read(fixture.rows[:3], begun + 0.05)
     assert results == [Miss.TIMEOUT] * 3
-    assert fixture.files.reading.acquire(timeout=20.0)
+    assert fixture.files.reading.acquire(timeout=60.0)
     assert fixture.buffers.taken == 3 * SIZE
     fixture.files.gate.set()
     assert consume(fixture.reader.read(fixture.rows[3:6], soon())) == [entry.payload for entry in ENTRIES[3:6]]

@@ -10,7 +10,7 @@ from headrace.kvcache.store.threefs.bounded import BoundedCalls
 from tests.kvcache.store.threefs.usrbio_double import fails
 
 SOON = 0.05
-LONG = 30.0
+LONG = 60.0
 
 
 def test_results_and_errors_come_back() -> None:

@@ -22,7 +22,7 @@ from tests.kvcache.store.threefs.test_ring import buffer, wait_for
 from tests.kvcache.store.threefs.usrbio_double import Double, descriptors, fails
 
 PAGE = 4096
-LONG = 30.0
+LONG = 60.0
 
 
 def missed(call: Callable[[], object]) -> Miss:

@@ -86,7 +86,7 @@ def test_a_store_outlives_its_mount(double: Double, mount: Path, tmp_path: Path)
     assert seen <= {Miss.TIMEOUT, Miss.NOT_CONNECTED}
     ticket = store.put_many(new)
     assert store.flush(30.0)
-    assert not any(ticket.durable.result(timeout=30.0))
+    assert not any(ticket.durable.result(timeout=60.0))
 
     double.set(mounted=1)
     wait_for(lambda: read() == [entry.payload for entry in old])

@@ -19,7 +19,7 @@ from tests.kvcache.store.threefs.usrbio_double import Double, fails
 
 SLOT = 4096
 SOON = 0.05
-LONG = 30.0
+LONG = 60.0
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from headrace.services.runtime.server import ServiceServer
 from headrace.services.runtime.settings import ListenSettings, RpcSettings
 from headrace.v1 import registry_pb2, registry_pb2_grpc
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Seconds that a bounded wait may take on a busy machine; nothing is asserted about how long it did."""
 RPC = RpcSettings()
 

@@ -247,7 +247,7 @@ class Child:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait(timeout=30)
+        self._process.wait(timeout=60)
 
     def close(self) -> None:
         self.kill()

@@ -82,7 +82,7 @@ async def world(parts: ModuleType, idle: list[Any]) -> AsyncIterator[World]:
     await made.close()
 
 
-async def until(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> None:
+async def until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> None:
     """Bounded polling."""
     deadline = time.monotonic() + seconds
     while True:

@@ -28,7 +28,7 @@ from tests.kvcache.tier.fakes import FakeSource, FakeStore
 
 SCOPE = CacheScope(bytes(range(32)), bytes(16))
 KIT = Kit()
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 @dataclass
