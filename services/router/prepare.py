@@ -270,6 +270,7 @@ def _chat(chat: inference_pb2.ChatPrompt, model: ServedModel, limits: RequestSec
 
 def sampling_params(wire: common_pb2.SamplingParams) -> SamplingParams:
     """The engine's form, absent fields at their defaults. Raises InvalidArgument for a value out of range."""
+
     def given(name: str) -> float:
         return float(getattr(wire, name)) if wire.HasField(name) else float(getattr(_DEFAULT, name))  # type: ignore[arg-type]
 
