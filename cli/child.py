@@ -33,8 +33,8 @@ class Child:
     """A running (or ended) child. Not a member of the caller's process group: a terminal's Ctrl-C reaches the caller
     alone, which then ends its children in order."""
 
-    def __init__(self, spec: ChildSpec, run_dir: Path) -> None:
-        """Start it. Raises CliError when it cannot be started."""
+    def __init__(self, spec: ChildSpec, run_dir: Path, *, restarted: bool = False) -> None:
+        """Start it; one that is `restarted` goes on with its log. Raises CliError when it cannot be started."""
         self.spec = spec
         self.name = spec.name
         self.role = spec.role
@@ -42,7 +42,7 @@ class Child:
         self._address_file = address_file(run_dir, spec.name)
         self._address_file.unlink(missing_ok=True)
         self._address: str | None = None
-        with self.log.open("wb") as log, _running_on(spec.cores):
+        with self.log.open("ab" if restarted else "wb") as log, _running_on(spec.cores):
             try:
                 self._process = subprocess.Popen(
                     spec.command,

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headrace.cli.client_tls import ClientTls
 from headrace.services.runtime.errors import HeadraceError, from_rpc_error
 from headrace.v1 import (
+    common_pb2,
     control_pb2,
     control_pb2_grpc,
     inference_pb2,
@@ -141,6 +142,26 @@ def replica_status(
     request = control_pb2.StatusRequest(check_integrity=check_integrity)
     with open_channel(address, tls=tls) as channel:
         return _answered(lambda: control_pb2_grpc.ControlServiceStub(channel).Status(request, timeout=timeout_s))
+
+
+def change_role(
+    address: str, role: common_pb2.Role.ValueType, wait_s: float, *, tls: ClientTls | None = None
+) -> control_pb2.RoleChange:
+    """Begin a worker's change of role; replica_status tells how it goes on. Raises HeadraceError."""
+    request = control_pb2.ChangeRoleRequest(role=role, wait_ms=round(wait_s * 1000))
+    with open_channel(address, tls=tls) as channel:
+        stub = control_pb2_grpc.ControlServiceStub(channel)
+        return _answered(lambda: stub.ChangeRole(request, timeout=CALL_SECONDS)).change
+
+
+def drain_replica(
+    address: str, *, wait_s: float = 0.0, hand_over: bool = False, resume: bool = False, tls: ClientTls | None = None
+) -> control_pb2.DrainResponse:
+    """Drain a worker, or let it take work again. Raises HeadraceError."""
+    request = control_pb2.DrainRequest(resume=resume, wait_ms=round(wait_s * 1000), hand_over=hand_over)
+    with open_channel(address, tls=tls) as channel:
+        stub = control_pb2_grpc.ControlServiceStub(channel)
+        return _answered(lambda: stub.Drain(request, timeout=wait_s + CHANGE_SECONDS))
 
 
 def replica_is_ready(address: str, timeout_s: float = 1.0, tls: ClientTls | None = None) -> bool:

@@ -12,6 +12,8 @@ from headrace.cli.exits import CliError
 
 WORKER_ROLES: Final = ("encoder", "prefill", "decode")
 """Roles whose number can be chosen, in the order in which they start. The router is always one."""
+CHANGEABLE_ROLES: Final = ("prefill", "decode")
+"""Between which a process can change."""
 SECTION_ROLES: Final[Mapping[str, tuple[str, ...]]] = {
     "load": WORKER_ROLES,
     "transfer": WORKER_ROLES,
@@ -115,13 +117,23 @@ def role_of(name: str) -> str:
 
 
 def user_sets(sets: Sequence[str], role: str) -> list[str]:
-    """Those of `sets` that concern a role."""
-    kept = []
+    """Those of `sets` that concern a role, and those of the role that it may change to.
+
+    What only one of the two knows is addressed to it (`roles.ROLE.…`), and stands before what the user has addressed.
+    """
+    plain: list[str] = []
+    addressed: list[str] = []
     for item in sets:
         section = item.partition("=")[0].strip().partition(".")[0]
-        if role in SECTION_ROLES.get(section, (role,)):
-            kept.append(item)
-    return kept
+        roles = SECTION_ROLES.get(section, (role,))
+        if section == "roles":
+            addressed.append(item)
+        elif section in CHANGEABLE_ROLES:
+            if role in CHANGEABLE_ROLES:
+                plain.append(f"roles.{section}.{item.strip()}")
+        elif role in roles:
+            plain.append(item)
+    return [*plain, *addressed]
 
 
 _STORE_FIELDS: Final = {

@@ -29,7 +29,7 @@ from headrace.cli.child import Child, ChildSpec, address_file, describe_end
 from headrace.cli.client import RouterClient, replica_is_ready
 from headrace.cli.client_tls import OPERATOR, TLS_FOLDER, ClientTls, identity
 from headrace.cli.cluster_memory import WorkerMemory, device_of, gpu_free_bytes, plan_memory
-from headrace.cli.cluster_spec import ClusterSpec, role_of, router_store_sets, user_sets
+from headrace.cli.cluster_spec import CHANGEABLE_ROLES, ClusterSpec, role_of, router_store_sets, user_sets
 from headrace.cli.exits import CliError, Exit
 from headrace.cli.store_secret import VARIABLE, store_secret
 from headrace.services.runtime.errors import HeadraceError
@@ -89,6 +89,7 @@ class LocalCluster:
         self._hurry = threading.Event()
         self._client: RouterClient | None = None
         self._stopped: list[str] | None = None
+        self._memory: Mapping[str, WorkerMemory] = {}
 
     def __enter__(self) -> Self:
         self.start()
@@ -144,15 +145,39 @@ class LocalCluster:
 
     def _start(self, deadline: float) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        memory = plan_memory(self.spec)
+        self._memory = memory = plan_memory(self.spec)
         if self.spec.tls:
             self._make_certificates()
         self._spawn("router-0", (), memory)
         self._until(lambda: self.children[0].address is not None, deadline, "the router to listen")
         for name in self.spec.names[1:]:
-            self._spawn(name, (f"registry.address={self.router}",), memory)
+            self._spawn(name, (self._registry_set(),), memory)
         self._until(self._all_ready, deadline, "all replicas to be ready")
         self._until(self._all_members, deadline, "the router to know all replicas")
+
+    def restart(self, name: str) -> None:
+        """End one child as `stop` does (it drains, then hands over), start it anew and wait until the router knows all
+        replicas as ready. The router comes back at its address.
+
+        Raises ChildFailed when a child does not end or start well, CliError when the start takes too long.
+        """
+        child = self.child(name)
+        self.ready.discard(name)
+        drain_s = self._stop_seconds("drain_seconds", DRAIN_SECONDS)
+        if self._end([child], drain_s, self._stop_seconds("close_seconds", CLOSE_SECONDS) + 2.0):
+            raise ChildFailed(child, "did not end well for its restart")
+        wiring = f"listen.port={self.router.rpartition(':')[2]}" if child.role == "router" else self._registry_set()
+        self._spawn(name, (wiring,), self._memory)
+        self.settle(self._start_seconds)
+
+    def settle(self, seconds: float) -> None:
+        """Wait until all children are ready and known to the router in their present lives. Raises as `restart`."""
+        deadline = time.monotonic() + seconds
+        self._until(self._all_ready, deadline, "all replicas to be ready")
+        self._until(self._all_members, deadline, "the router to know all replicas")
+
+    def _registry_set(self) -> str:
+        return f"registry.address={self.router}"
 
     def _spawn(self, name: str, wiring: tuple[str, ...], memory: Mapping[str, WorkerMemory]) -> None:
         spec, role = self.spec, role_of(name)
@@ -173,7 +198,11 @@ class LocalCluster:
         for item in sets:
             command += ["--set", item]
         child = ChildSpec(name, role, tuple(command), self._child_environ(role), spec.cores(name))
-        self.children.append(Child(child, self.run_dir))
+        former = next((index for index, one in enumerate(self.children) if one.name == name), None)
+        if former is None:
+            self.children.append(Child(child, self.run_dir))
+        else:
+            self.children[former] = Child(child, self.run_dir, restarted=True)
         self._on_change()
 
     def _make_certificates(self) -> None:
@@ -184,7 +213,9 @@ class LocalCluster:
         if not (folder / "ca.key").exists():
             make_authority(folder)
         for name in self.spec.names:
-            issue(folder, Peer(PeerRole(role_of(name)), name), own_hosts())
+            # A worker may change its role, and its certificate stays.
+            role = PeerRole.WHOLE if role_of(name) in CHANGEABLE_ROLES else PeerRole(role_of(name))
+            issue(folder, Peer(role, name), own_hosts())
         issue(folder, Peer(PeerRole.OPERATOR), name=OPERATOR)
         issue(folder, Peer(PeerRole.CLIENT), name="client")
         issue(folder, Peer(PeerRole.MONITOR), name="monitor")
@@ -210,8 +241,7 @@ class LocalCluster:
             ]
             if spec.store_url is not None:
                 sets += [f"cache.store={spec.store_url}", f"cache.host_bytes={memory.host_bytes}"]
-            if role == "decode":
-                sets += [f"decode.landing_bytes={memory.landing_bytes}"]
+            sets += [f"roles.decode.decode.landing_bytes={memory.landing_bytes}"]
         return sets
 
     def _device(self, name: str) -> str:
@@ -252,8 +282,8 @@ class LocalCluster:
             members = self.client.status().members
         except HeadraceError:
             return False
-        ready = {one.peer.replica_id for one in members if one.state == registry_pb2.REPLICA_STATE_READY}
-        return ready.issuperset(self.spec.names[1:])
+        ready = {(one.peer.replica_id, one.pid) for one in members if one.state == registry_pb2.REPLICA_STATE_READY}
+        return ready.issuperset((child.name, child.pid) for child in self.children[1:])
 
     def _until(self, done: Callable[[], bool], deadline: float, what: str) -> None:
         while not done():

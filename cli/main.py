@@ -197,6 +197,65 @@ def status(
 
 
 @app.command()
+def drain(
+    replica: Annotated[str, typer.Argument(help="Its name, as `headrace status` shows it.")],
+    wait: Annotated[float, typer.Option(min=0, help="How long what runs there may take, in seconds.")] = 30.0,
+    hand_over: Annotated[
+        bool, typer.Option("--hand-over", help="Then let routers continue the rest elsewhere.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Take work again.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Even if no other one of its role is ready.")] = False,
+    router: Router = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Let a worker finish what it has and take nothing new, or take work again."""
+    from headrace.cli.role import drain
+    from headrace.cli.state import find_router
+
+    wait_s = 0.0 if resume else wait
+    raise typer.Exit(
+        drain(find_router(router), api_key, replica, wait_s=wait_s, hand_over=hand_over, resume=resume, force=force)
+    )
+
+
+@app.command()
+def role(
+    replica: Annotated[str, typer.Argument(help="Its name, as `headrace status` shows it.")],
+    wanted: Annotated[str, typer.Argument(metavar="ROLE", help="prefill or decode")],
+    wait: Annotated[float, typer.Option(min=0, help="How long what runs there may take, in seconds.")] = 30.0,
+    force: Annotated[bool, typer.Option("--force", help="Even if no other one of its present role is ready.")] = False,
+    router: Router = None,
+    api_key: ApiKey = None,
+    json: Json = False,
+) -> None:
+    """Make a prefill into a decode or back, in its process, without loading the model again."""
+    from headrace.cli.role import role
+    from headrace.cli.state import find_router
+
+    raise typer.Exit(role(find_router(router), api_key, replica, wanted, wait_s=wait, force=force, as_json_text=json))
+
+
+@app.command()
+def restart(
+    replicas: Annotated[list[str] | None, typer.Argument(help="Names; default: all workers.")] = None,
+    with_router: Annotated[
+        bool, typer.Option("--with-router", help="The router, too: new requests are refused meanwhile.")
+    ] = False,
+    allow_gap: Annotated[
+        bool, typer.Option("--allow-gap", help="Even those that are alone in their role: requests fail meanwhile.")
+    ] = False,
+    router: Router = None,
+    json: Json = False,
+) -> None:
+    """Restart the replicas of your `headrace up` one after another; requests go on."""
+    from headrace.cli.rolling import restart
+    from headrace.cli.state import find_router
+
+    names = tuple(replicas or ())
+    raise typer.Exit(restart(find_router(router), names, with_router=with_router, allow_gap=allow_gap, as_json=json))
+
+
+@app.command()
 def offline(
     file: Annotated[Path, typer.Argument(help="One request per line, as JSON (docs/cli.md); `-` is standard input.")],
     model: ModelName,

@@ -108,6 +108,14 @@ def find_router(given: str | None) -> str:
     raise CliError(f"several clusters run here: {listed}; choose one with --router HOST:PORT")
 
 
+def state_directory(router: str) -> Path:
+    """Directory of the launcher whose cluster has this router. Raises CliError when it is not one of this user's."""
+    for cluster in running_clusters():
+        if cluster.router == router:
+            return runtime_directory() / f"{_PREFIX}{cluster.pid}"
+    raise CliError(f"{router} is not the router of a `headrace up` of yours on this machine", Exit.UNREACHABLE)
+
+
 def start_ticks(pid: int) -> int | None:
     """When a process started (proc(5), stat, field 22); None when there is none of this id, or only its corpse."""
     try:

@@ -21,6 +21,7 @@ from headrace.cli.child import Child, describe_end
 from headrace.cli.cluster_spec import ClusterSpec
 from headrace.cli.exits import CliError, Exit
 from headrace.cli.local_cluster import ChildFailed, LocalCluster
+from headrace.cli.rolling import Request, plan, roll, take_request
 from headrace.cli.tables import load_text, requests_text, state_name
 from headrace.services.runtime.errors import HeadraceError
 from headrace.v1 import control_pb2
@@ -123,7 +124,27 @@ class _Up:
                 self._refresh_status()
                 refreshed = time.monotonic()
                 self._show()
+            request = take_request(self.state_dir)
+            if request is not None:
+                self._restart(request)
             time.sleep(0.1)
+
+    def _restart(self, request: Request) -> None:
+        """Carry out what `headrace restart` asks for. A child that does not come back ends the cluster, as its death
+        would."""
+        request.tell("taken")
+        try:
+            what = plan(self.spec, request.names, with_router=request.with_router, allow_gap=request.allow_gap)
+            self._say(f"restarting {', '.join(what.names)}, one after another")
+            roll(self.cluster, what, lambda event, name: request.tell(event, replica=name))
+        except CliError as error:
+            request.tell("failed", error=str(error))
+            self._say(f"the restart ended early: {error}")
+            if isinstance(error, ChildFailed):
+                raise
+        else:
+            request.tell("done")
+            self._say("all are restarted")
 
     def _child_died(self, child: Child) -> None:
         if not self.options.keep_going or child.role == "router":

@@ -14,6 +14,8 @@ from enum import StrEnum
 from typing import Final
 from urllib.parse import urlsplit
 
+from cryptography import x509
+
 from headrace.services.runtime.errors import PermissionDenied, Unauthenticated
 from headrace.v1 import common_pb2
 
@@ -110,6 +112,16 @@ def peer_of(uris: Iterable[str]) -> Peer:
     if role is PeerRole.NOBODY:
         raise Unauthenticated("the certificate names an unknown role; make one with `headrace certs issue`")
     return Peer(role, split.path.removeprefix("/"))
+
+
+def peer_of_certificate(pem: bytes) -> Peer:
+    """The identity of a certificate. Raises Unauthenticated."""
+    extensions = x509.load_pem_x509_certificate(pem).extensions
+    try:
+        names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return peer_of(())
+    return peer_of(names.get_values_for_type(x509.UniformResourceIdentifier))
 
 
 class Doorkeeper:

@@ -17,6 +17,7 @@ from typing import Final
 from headrace.services.runtime import logs
 from headrace.services.runtime.errors import FailedPrecondition, InvalidArgument
 from headrace.services.runtime.lifecycle import Start
+from headrace.services.runtime.peers import PeerRole, peer_of_certificate
 from headrace.services.runtime.process import ServiceProcess
 from headrace.services.runtime.registry.base import Role
 from headrace.services.worker.lives import CHANGEABLE, WorkerLives, start_of
@@ -48,6 +49,7 @@ class RoleChange:
             raise FailedPrecondition("a change of role is under way; ask Status how far it is")
         if intake.membership is None:
             raise FailedPrecondition("this process has not joined the cluster yet")
+        self._check_certificate()
         settings = await asyncio.to_thread(self._lives.settings_of, role, self._settings)
         if self._lives.changing or intake.ending:
             raise FailedPrecondition("a change of role is under way, or the process ends")
@@ -55,6 +57,15 @@ class RoleChange:
         intake.ending = "the role changes"
         _log.info("the role changes", old=own.value, new=role.value, wait_seconds=wait_s)
         self._process.life.spawn(self._change(settings, wait_s), "role-change")
+
+    def _check_certificate(self) -> None:
+        """Peers let a certificate do what its role does, and the process keeps its own."""
+        cert = None if self._process.tls is None else self._process.tls.current().cert
+        if cert is not None and (role := peer_of_certificate(cert).role) is not PeerRole.WHOLE:
+            raise FailedPrecondition(
+                f"this worker's certificate is of role {role.value}; one that changes its role needs one of role whole "
+                "(`headrace certs issue FOLDER whole --replica NAME`)"
+            )
 
     async def _change(self, settings: WorkerSettings, wait_s: float) -> None:
         intake = self._process.intake

@@ -11,6 +11,7 @@ import grpc.aio
 from headrace.services.runtime import errors, peers
 from headrace.services.runtime.registry import wire
 from headrace.services.runtime.registry.base import (
+    ENGINE_ROLES,
     Added,
     Changed,
     IncompatibleReplicaError,
@@ -43,7 +44,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             raise errors.InvalidArgument(str(error), field="replica") from error
         peers.require_claim(request.replica.peer, field="replica.peer")
         caller = peers.caller()
-        if caller is not None and caller.role.value != replica.role.value:
+        changes = caller is not None and caller.role is peers.PeerRole.WHOLE and replica.role in ENGINE_ROLES
+        if caller is not None and caller.role.value != replica.role.value and not changes:
             raise errors.PermissionDenied(
                 f"a certificate of role {caller.role.value} cannot register a {replica.role.value}",
                 field="replica.role",
