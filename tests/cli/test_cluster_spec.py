@@ -71,7 +71,15 @@ def test_a_setting_reaches_the_roles_that_have_its_section() -> None:
     sets = ["engine.max_sequences=4", "log.level=debug", "roles.decode.log.level=info", "router.credit_tokens=9"]
     assert user_sets(sets, "decode") == sets[:3]
     assert user_sets(sets, "encoder") == sets[1:3]
-    assert user_sets(sets, "router") == sets[1:]
+    assert user_sets(sets, "router") == [sets[1], sets[3], sets[2]]
+
+
+def test_a_worker_has_the_settings_of_both_roles_that_it_may_have() -> None:
+    """What one of them alone knows is addressed to it, before what the user has addressed, so that this wins."""
+    sets = ["roles.decode.decode.linger_seconds=1", "decode.linger_seconds=9", "prefill.max_runs=3", "engine.threads=1"]
+    both = ["roles.decode.decode.linger_seconds=9", "roles.prefill.prefill.max_runs=3", "engine.threads=1"]
+    assert user_sets(sets, "prefill") == user_sets(sets, "decode") == [*both, sets[0]]
+    assert user_sets(sets, "encoder") == [sets[0]]
 
 
 def test_section_roles_are_those_of_the_settings_classes() -> None:
