@@ -135,7 +135,7 @@ class EtcdCluster:
             time.sleep(POLL_SECONDS)
 
     def _stop(self) -> None:
-        for role in ("router", "prefill", "decode"):
+        for role in ("router", "prefill", "decode", "encoder"):
             children = [self.children[name] for name in self.names(role) if name in self.children]
             for number in (signal.SIGTERM, signal.SIGINT):  # the second ends the drain
                 for child in children:

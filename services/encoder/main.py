@@ -28,6 +28,7 @@ from headrace.services.runtime.process import ServiceProcess
 from headrace.services.runtime.registry.base import Capacity, Rank, Replica
 from headrace.services.runtime.settings_load import SettingsError
 from headrace.services.worker.loads import publish_loads
+from headrace.services.worker.transfer_wire import agent_to_wire
 from headrace.v1 import common_pb2, control_pb2, encoder_pb2, encoder_pb2_grpc
 
 
@@ -72,13 +73,17 @@ async def _start(settings: EncoderSettings, folder: Path, life: Lifecycle) -> No
     life.on_close("transfer", partial(asyncio.to_thread, transfer.close))
     transfer.register(MemoryRegion(SOURCE, cache.memory))
 
+    model = common_pb2.ModelIdentity(name=settings.model.name, model_fingerprint=model_fp)
+
     def published() -> Replica:
+        # By the process's identity in it, those whom it writes to tell its death from silence (L6).
+        agent = agent_to_wire(transfer.describe(), process.replica_id, model)
         return replace(
             process.replica(),
             model_name=settings.model.name,
             model_fp=model_fp,
             capacity=Capacity(embedding_bytes=cache.memory.numel(), queue_requests=section.max_pending),
-            ranks=(Rank(0, settings.load.device),),
+            ranks=(Rank(0, settings.load.device, agent.SerializeToString()),),
         )
 
     async def inspect(check: bool) -> Inspection:

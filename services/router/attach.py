@@ -169,7 +169,7 @@ class DecodeLink:
             was_open = self.attached.is_set()
             self.attached.clear()
             self._on_broken(True)
-            _log.warning("detached", reason=reason)
+            (_log.warning if was_open else _log.debug)("detached", reason=reason)
             if stalled or not was_open:
                 self._fail(reason)
                 await asyncio.sleep(RECONNECT_S)

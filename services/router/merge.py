@@ -26,16 +26,16 @@ async def merged(ways: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, N
         while running or not items.empty():
             getter = asyncio.create_task(items.get())
             await asyncio.wait({getter, *running}, return_when=asyncio.FIRST_COMPLETED)
-            if getter.done():
-                item = getter.result()
-                getter = None
-                yield item
-                continue
-            getter.cancel()
             ended = {task for task in running if task.done()}
             running -= ended
             for task in ended:
                 task.result()
+            if getter.done():
+                item = getter.result()
+                getter = None
+                yield item
+            else:
+                getter.cancel()
     finally:
         tasks = [*running, *(() if getter is None else (getter,))]
         for task in tasks:

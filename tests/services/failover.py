@@ -40,7 +40,7 @@ ROUTER = (
 def member(name: str, *sets: str) -> Member:
     """A process of the role that its name begins with."""
     role = name.partition("-")[0]
-    own = {"router": ROUTER, "prefill": ENGINE, "decode": ENGINE, "encoder": EXACT[:1]}[role]
+    own = {"router": ROUTER, "prefill": ENGINE, "decode": ENGINE, "encoder": EXACT}[role]
     return Member(name, role, ("registry.ttl_seconds=2", *own, *sets))
 
 
