@@ -152,7 +152,7 @@ class LandingRegion(LandingBooks):
         even after deregistration. Transfer ids go on counting, so none is used twice.
         """
         self._closed = True
-        return LandingRegion(
+        fresh = LandingRegion(
             self.identity,
             row_bytes=self.row_bytes,
             slot_bytes=self.slot_bytes,
@@ -164,3 +164,5 @@ class LandingRegion(LandingBooks):
             version=self.version + 1,
             generation=self._generation,
         )
+        fresh._dead.update(self._dead)
+        return fresh

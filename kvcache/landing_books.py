@@ -10,6 +10,7 @@ Time is injected (monotonic seconds). Used by one thread, the engine's.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,9 @@ from headrace.kvcache.landing_types import (
     UnknownTransfer,
 )
 from headrace.kvcache.landing_units import LandingUnits, count_units, deal
+
+MOST_DEAD = 1024
+"""Dead senders that are remembered."""
 
 
 @dataclass
@@ -63,6 +67,8 @@ class LandingBooks:
         self._transfers: dict[str, _Transfer] = {}
         self._generation = generation
         self._closed = False
+        self._dead: OrderedDict[str, None] = OrderedDict()
+        """Senders known to be dead, the last ones: a grant may be meant for one that died on the way to it."""
         self.late_notices = 0
         """Notices that named no live transfer, since start (a metric)."""
 
@@ -200,6 +206,9 @@ class LandingBooks:
         waiting = tuple(transfer.handle for transfer in dead if _waiting(transfer))
         for transfer in dead:
             self._free(transfer)
+        self._dead[sender] = None
+        while len(self._dead) > MOST_DEAD:
+            self._dead.popitem(last=False)
         return waiting
 
     # --- health ------------------------------------------------------------------------------------------------
@@ -244,8 +253,9 @@ class LandingBooks:
         return transfer
 
     def _end_wait(self, transfer: _Transfer) -> None:
-        """Nobody waits any more: quiet rows are free, open ones may still be written and go to quarantine."""
-        if transfer.state is TransferState.QUIET:
+        """Nobody waits any more: quiet rows are free, as are those of a dead sender; others may still be written and go
+        to quarantine."""
+        if transfer.state is TransferState.QUIET or transfer.sender in self._dead:
             self._free(transfer)
         else:
             transfer.state = TransferState.QUARANTINED

@@ -288,6 +288,19 @@ def test_death_frees_what_the_dead_might_have_written() -> None:
     assert_idle(region)
 
 
+def test_a_grant_for_a_sender_that_is_dead_already_waits_for_nobody() -> None:
+    """L6: it died between its choice and the grant, so its death is told no more; in a rebuilt region, too."""
+    region = region_of()
+    assert region.sender_died("p") == ()
+    region.reserve("a", 1, ONE, deadline=10.0, sender="p")
+    region.abort("a", 1)
+    assert_idle(region)
+    fresh = region.rebuild()
+    fresh.reserve("b", 1, ONE, deadline=10.0, sender="p")
+    fresh.abort("b", 1)
+    assert_idle(fresh)
+
+
 def test_a_sender_may_be_bound_later_and_once() -> None:
     region = region_of()
     handle = region.reserve("a", 1, ONE, deadline=10.0)

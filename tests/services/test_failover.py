@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,6 +79,24 @@ def test_a_decode_that_stands_still_is_left(cluster: EtcdCluster) -> None:
         for pid in stopped:
             os.kill(pid, signal.SIGCONT)
     assert seen.equals(expected)
+    until_idle(cluster)
+
+
+def test_a_router_that_stands_still_goes_on(cluster: EtcdCluster) -> None:
+    """L8: SIGSTOP for longer than decode's lease; decode keeps the orphan, and the same attempt goes on."""
+    wanted = request(9)
+    expected = stream(router(cluster), named(wanted, "calm-9"))
+
+    def freeze() -> None:
+        child = cluster.children["router-0"]
+        child.signal(signal.SIGSTOP)
+        time.sleep(7.0)
+        child.signal(signal.SIGCONT)
+
+    seen = stream(cluster.address("router-0"), named(wanted, "frozen-9"), act=freeze)
+    assert seen.equals(expected)
+    assert seen.report is not None
+    assert seen.report.attempts == 1
     until_idle(cluster)
 
 

@@ -1,0 +1,283 @@
+"""Course: attempts until every choice has ended, whatever fails on the way (L15, L16, L28)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace.router.request import RoutingRequest
+from headrace.router.topology import RankId, Role
+from headrace.services.router.attach import Overtaken
+from headrace.services.router.course import Course, Means
+from headrace.services.router.event_stream import EventStream
+from headrace.services.router.images import EncodedImages
+from headrace.services.router.parts import Part
+from headrace.services.router.place import Placed
+from headrace.services.router.report import RequestLog
+from headrace.services.router.settings import RequestSection
+from headrace.services.runtime.clock import SystemClock
+from headrace.services.runtime.errors import (
+    Aborted,
+    HeadraceError,
+    InvalidArgument,
+    ResourceExhausted,
+    Unavailable,
+)
+from headrace.v1 import common_pb2, decode_pb2, encoder_pb2, inference_pb2, prefill_pb2
+
+TOKENS = 6
+"""Of every choice."""
+
+
+def token(choice: int, offset: int) -> int:
+    """What a seed draws: the same in every attempt."""
+    return 100 * choice + offset
+
+
+@dataclass
+class Asked:
+    """One attempt as a worker gets it."""
+
+    name: str
+    attempt: int
+    delivered: list[list[int]]
+    avoided: frozenset[RankId]
+
+
+@dataclass
+class Site:
+    """Workers that generate, and fail when told to."""
+
+    fail: Callable[[Asked], tuple[int, HeadraceError] | None] = lambda asked: None
+    """After how many tokens of the attempt, and with what; None: not."""
+    prefill_gone: bool = False
+    handed_over: bool = True
+    refuse: list[HeadraceError] = field(default_factory=list)
+    """By the next reservations."""
+    asked: list[Asked] = field(default_factory=list)
+    abandoned: int = 0
+    encoded: int = 0
+    members: dict[Role, list[RankId]] = field(
+        default_factory=lambda: {role: [RankId(f"{role.value}-{i}", "1", 0) for i in range(2)] for role in Role}
+    )
+
+    async def reserve(self, placed: Placed, attempt: int, deadline: float, failed: set[RankId]) -> Any:
+        if self.refuse:
+            raise self.refuse.pop(0)
+        spec = placed.spec
+        delivered = [list(state.delivered_token_ids) for state in spec.choices]
+        self.asked.append(Asked(spec.id.request_id, attempt, delivered, frozenset(failed)))
+        ranks = {role: sorted(self.members[role], key=failed.__contains__)[0] for role in (Role.PREFILL, Role.DECODE)}
+        pair = SimpleNamespace(
+            prefill=SimpleNamespace(id=ranks[Role.PREFILL], role=Role.PREFILL, host=""),
+            decode=SimpleNamespace(id=ranks[Role.DECODE], role=Role.DECODE, host=""),
+        )
+        return SimpleNamespace(
+            pair=pair,
+            seconds=0.0,
+            transfer_us=0,
+            handed_over=self.handed_over,
+            prefill=prefill_pb2.PrefillReport(computed_tokens=10),
+            prefill_failed=self.prefill_gone,
+            prefill_gone=self.prefill_gone,
+            feed=SimpleNamespace(begun=True, put=lambda item: None),
+        )
+
+    async def events(self, placed: Placed, *_: object) -> AsyncIterator[decode_pb2.RequestEvents]:
+        asked = next(asked for asked in reversed(self.asked) if asked.name == placed.spec.id.request_id)
+        failure = self.fail(asked)
+        numbers = [int(asked.name.partition("/")[2])] if "/" in asked.name else list(range(len(asked.delivered)))
+        sent = 0
+        for offset in range(TOKENS):
+            for local, choice in enumerate(numbers):
+                if offset < len(asked.delivered[local]):
+                    continue
+                if failure is not None and sent == failure[0]:
+                    raise failure[1]
+                sent += 1
+                event = common_pb2.TokensEvent(choice=local, offset=offset, token_ids=[token(choice, offset)])
+                await asyncio.sleep(0)
+                yield decode_pb2.RequestEvents(tokens=[event])
+        ends = [
+            common_pb2.FinishedEvent(choice=local, reason=common_pb2.FINISH_REASON_LENGTH, completion_tokens=TOKENS)
+            for local in range(len(numbers))
+        ]
+        usage = common_pb2.Usage(prompt_tokens=10, computed_tokens=10)
+        yield decode_pb2.RequestEvents(finished=ends, report=decode_pb2.DecodeReport(usage=usage))
+
+    def abandon(self, reservation: object) -> None:
+        self.abandoned += 1
+
+    @asynccontextmanager
+    async def leased(self, prepared: Any, *_: object) -> AsyncIterator[EncodedImages]:
+        self.encoded += 1
+        image = encoder_pb2.EncodedImage(content_digest=b"d" * 32)
+        encoder = SimpleNamespace(id=self.members[Role.ENCODER][0], role=Role.ENCODER, host="")
+        yield EncodedImages((image,), encoder) if prepared.images else EncodedImages()  # type: ignore[arg-type]
+
+    async def run(self, choices: int = 1, *, images: bool = False, **limits: float) -> list[Any]:
+        spec = common_pb2.RequestSpec(
+            id=common_pb2.AttemptId(request_id="r@t"),
+            sampling=common_pb2.SamplingParams(seed=3, n=choices),
+            prompt_tokens=10,
+            choices=[common_pb2.ChoiceState(choice=index, seed=index) for index in range(choices)],
+        )
+        placed = Placed(spec, RoutingRequest("r", 10, TOKENS, choices, 0, b"k", 0, 1e9), 0)
+        fleet = SimpleNamespace(candidates=lambda role: [SimpleNamespace(id=rank) for rank in self.members[role]])
+        workers = SimpleNamespace(fleet=fleet, broken=lambda: (), group=lambda: None)
+        clock, log = SystemClock(), RequestLog(arrived=0.0)
+        section = RequestSection(**{"recovery_seconds": 0.2, **limits})  # type: ignore[arg-type]
+        means: Any = Means(section, workers, self, SimpleNamespace(), self, clock)  # type: ignore[arg-type]
+        prepared: Any = _Prepared((inference_pb2.Image(),) if images else ())
+        turn: Any = SimpleNamespace(
+            placed=lambda: None, delivered=lambda: None, correct=lambda tokens: None, again=self._again
+        )
+        async with AsyncExitStack() as stack:
+            tenant: Any = SimpleNamespace(keys=None)
+            course = Course(means, prepared, tenant, 1e9, log, turn, stack)
+            await course.encode()
+            course.stream = EventStream(placed, log, True, clock, name="r")
+            async with aclosing(course.run(Part(placed, tuple(range(choices)), 0))) as responses:
+                out = [response async for response in responses]
+            return out + course.stream.end()
+
+    async def _again(self) -> None:
+        raise ResourceExhausted("no room", retry_after_s=1.0)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    images: tuple[inference_pb2.Image, ...]
+    request_id: str = "r"
+
+
+def tokens(responses: list[Any]) -> dict[int, list[int]]:
+    """By choice; dense offsets, nothing after an end, one end each (L28)."""
+    found: dict[int, list[int]] = {}
+    ended: set[int] = set()
+    for response in responses:
+        if response.HasField("tokens"):
+            event = response.tokens
+            assert event.choice not in ended
+            assert event.offset == len(found.setdefault(event.choice, []))
+            found[event.choice] += event.token_ids
+        elif response.HasField("finished"):
+            assert response.finished.choice not in ended
+            ended.add(response.finished.choice)
+    assert ended == set(found)
+    return found
+
+
+WHOLE = {choice: [token(choice, offset) for offset in range(TOKENS)] for choice in range(3)}
+
+
+async def test_one_choice_goes_on_at_another_decode() -> None:
+    """L15, L16, L27: under the same id with the next number, from the tokens that are known, avoiding who failed."""
+    site = Site(fail=lambda asked: (4, Unavailable("decode is gone")) if asked.attempt == 1 else None)
+    responses = await site.run()
+    assert tokens(responses) == {0: WHOLE[0]}
+    first, second = site.asked
+    assert (first.name, second.name, second.attempt) == ("r@t", "r@t", 2)
+    assert second.delivered == [[0, 1, 2, 3]]
+    assert second.avoided == {RankId("decode-0", "1", 0)}
+    usage, report = responses[-2].usage, responses[-1].report
+    assert (usage.computed_tokens, usage.recomputed_tokens, usage.completion_tokens) == (10, 10, TOKENS)
+    assert report.attempts == 2
+    assert site.abandoned == 2
+
+
+async def test_three_choices_are_continued_one_by_one() -> None:
+    """L15: two that were cut off after one and two tokens, and one more failure of one of them."""
+    broken: list[str] = []
+
+    def fail(asked: Asked) -> tuple[int, HeadraceError] | None:
+        if asked.attempt == 1:
+            return 5, Unavailable("decode is gone")
+        if asked.name == "r@t/1" and not broken:
+            broken.append(asked.name)
+            return 1, Unavailable("and the next one, too")
+        return None
+
+    site = Site(fail=fail)
+    assert tokens(await site.run(3)) == WHOLE
+    assert [asked.delivered for asked in site.asked if asked.name == "r@t/1"] == [[[100, 101]], [[100, 101, 102]]]
+    assert [asked.attempt for asked in site.asked if asked.name == "r@t/1"] == [2, 3]
+
+
+async def test_before_the_first_token_all_choices_are_tried_again() -> None:
+    site = Site(fail=lambda asked: (0, Unavailable("prefill is gone")) if asked.attempt < 3 else None)
+    assert tokens(await site.run(3)) == WHOLE
+    assert [asked.name for asked in site.asked] == ["r@t"] * 3
+
+
+async def test_attempts_are_bounded() -> None:
+    """L6, L28: then the open choices end, with the error; the usage adds up."""
+    site = Site(fail=lambda asked: (1, Unavailable("again")))
+    responses = await site.run(max_attempts=3)
+    assert len(site.asked) == 3
+    (end,) = [response.finished for response in responses if response.HasField("finished")]
+    assert end.error.code == common_pb2.ERROR_CODE_UNAVAILABLE
+    assert end.completion_tokens == 3
+    assert responses[-2].usage.computed_tokens == 10
+
+
+@pytest.mark.parametrize("error", [Overtaken("newer"), InvalidArgument("bad")])
+async def test_what_no_attempt_can_do_better_is_not_tried_again(error: HeadraceError) -> None:
+    """L16: a newer attempt is the end of this one."""
+    site = Site(fail=lambda asked: (1, error))
+    responses = await site.run()
+    assert len(site.asked) == 1
+    (end,) = [response.finished for response in responses if response.HasField("finished")]
+    assert end.error.code == error.code
+
+
+async def test_before_anything_was_sent_the_error_is_raised() -> None:
+    site = Site(fail=lambda asked: (0, InvalidArgument("bad")))
+    with pytest.raises(InvalidArgument):
+        await site.run()
+    assert site.abandoned == 1
+
+
+async def test_a_first_reservation_that_nobody_answers_is_told_at_once() -> None:
+    site = Site(refuse=[Unavailable("no replica")])
+    with pytest.raises(Unavailable):
+        await site.run()
+    assert not site.asked
+
+
+async def test_a_name_that_was_used_before_gets_a_higher_number() -> None:
+    site = Site(refuse=[Aborted("attempt 1 is over")])
+    assert tokens(await site.run()) == {0: WHOLE[0]}
+    assert [asked.attempt for asked in site.asked] == [2]
+
+
+async def test_it_waits_for_somebody_to_take_a_dead_ones_place() -> None:
+    """The only prefill died: another one that joins meanwhile is used."""
+    site = Site(fail=lambda asked: (0, Unavailable("prefill is gone")) if asked.attempt == 1 else None)
+    site.prefill_gone = True
+    site.handed_over = False
+    (first, second), site.members[Role.PREFILL] = site.members[Role.PREFILL], site.members[Role.PREFILL][:1]
+    running = asyncio.ensure_future(site.run(recovery_seconds=30.0))
+    while not site.asked:  # noqa: ASYNC110 - the fake has no event
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.1)
+    assert len(site.asked) == 1
+    site.members[Role.PREFILL] = [first, second]
+    assert tokens(await running) == {0: WHOLE[0]}
+    assert site.asked[1].avoided == {first}
+
+
+async def test_pictures_are_encoded_again_unless_prefill_had_them() -> None:
+    """L15: whatever failed before the hand-over may have failed for want of them; after it they are needed again only
+    where their encoder is gone."""
+    for handed_over, encodings in ((False, 2), (True, 1)):
+        site = Site(fail=lambda asked: (0, Unavailable("gone")) if asked.attempt == 1 else None)
+        site.handed_over = handed_over
+        assert tokens(await site.run(images=True)) == {0: WHOLE[0]}
+        assert site.encoded == encodings
