@@ -42,6 +42,8 @@ START_SECONDS: Final = 300.0
 DRAIN_SECONDS: Final = 30.0
 CLOSE_SECONDS: Final = 10.0
 """Defaults of stop.drain_seconds and stop.close_seconds, which the launcher waits for before it kills."""
+SECRET_FILE: Final = "transfer-secret"
+"""In the run directory."""
 
 
 OPERATOR_KEY: Final = "HEADRACE_ROLES__ROUTER__ROUTER__OPERATOR_KEY"
@@ -148,6 +150,7 @@ class LocalCluster:
         self._memory = memory = plan_memory(self.spec)
         if self.spec.tls:
             self._make_certificates()
+        self._make_secret()
         self._spawn("router-0", (), memory)
         self._until(lambda: self.children[0].address is not None, deadline, "the router to listen")
         for name in self.spec.names[1:]:
@@ -205,6 +208,14 @@ class LocalCluster:
             self.children[former] = Child(child, self.run_dir, restarted=True)
         self._on_change()
 
+    def _make_secret(self) -> None:
+        """What the workers of this run sign transfer parameters with."""
+        path = self.run_dir / SECRET_FILE
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(secrets.token_hex(32) + "\n")
+
     def _make_certificates(self) -> None:
         """An authority for this run, a certificate for each child, and the launcher's own."""
         from headrace.cli.certificates import issue, make_authority, own_hosts
@@ -226,7 +237,7 @@ class LocalCluster:
         if role == "router":
             sets += [f"listen.port={spec.port}", *router_store_sets(spec)]
         else:
-            sets += [f"load.device={self._device(name)}"]
+            sets += [f"load.device={self._device(name)}", f"transfer.secret_file={self.run_dir / SECRET_FILE}"]
             if spec.device == "cuda":  # exists on the CPU only, whatever the model's folder prefers
                 sets += ["load.batch_invariant=false"]
             if spec.dtype is not None:

@@ -1013,6 +1013,7 @@ class TransferAgent(_message.Message):
     REGIONS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Rank inside the replica."""
     agent_name: _builtins.str
@@ -1023,6 +1024,8 @@ class TransferAgent(_message.Message):
     """Rises whenever agent_metadata or regions change; a cached connection of another version is dropped."""
     listener: _builtins.str
     """Address (host:port) of the agent's own listener, where it has one."""
+    signature: _builtins.bytes
+    """HMAC-SHA256 under the cluster's key over the other fields; empty where no key is configured."""
     @_builtins.property
     def owner(self) -> Global___PeerId:
         """The process that owns the agent."""
@@ -1051,10 +1054,11 @@ class TransferAgent(_message.Message):
         regions: _abc.Iterable[Global___LandingRegion] | None = ...,
         model: Global___ModelIdentity | None = ...,
         checksums: _abc.Iterable[Global___ChecksumKind.ValueType] | None = ...,
+        signature: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "owner", b"owner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "checksums", b"checksums", "listener", b"listener", "metadata_version", b"metadata_version", "model", b"model", "owner", b"owner", "rank", b"rank", "regions", b"regions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "checksums", b"checksums", "listener", b"listener", "metadata_version", b"metadata_version", "model", b"model", "owner", b"owner", "rank", b"rank", "regions", b"regions", "signature", b"signature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1126,6 +1130,7 @@ class TransferHandle(_message.Message):
     METADATA_VERSION_FIELD_NUMBER: _builtins.int
     TIME_LEFT_MS_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
+    EXPIRES_UNIX_MS_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     """Unique over the receiver's life; a late completion is recognised by it."""
     rank: _builtins.int
@@ -1149,7 +1154,9 @@ class TransferHandle(_message.Message):
     time_left_ms: _builtins.int
     """Time left; it ends the request, not the rows: those stay quarantined until the sender's terminal notice."""
     signature: _builtins.bytes
-    """MAC over the other fields under the cluster's key; empty where none is configured."""
+    """HMAC-SHA256 under the cluster's key over every field but time_left_ms; empty where no key is configured."""
+    expires_unix_ms: _builtins.int
+    """Wall clock after which no sender begins to write by it, with allowance for clocks that differ; 0 without a signature."""
     @_builtins.property
     def receiver(self) -> Global___PeerId:
         """The receiver."""
@@ -1180,10 +1187,11 @@ class TransferHandle(_message.Message):
         metadata_version: _builtins.int = ...,
         time_left_ms: _builtins.int = ...,
         signature: _builtins.bytes = ...,
+        expires_unix_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "receiver", b"receiver"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "generation", b"generation", "id", b"id", "layout_fingerprint", b"layout_fingerprint", "metadata_version", b"metadata_version", "model_fingerprint", b"model_fingerprint", "parts", b"parts", "payload", b"payload", "rank", b"rank", "receiver", b"receiver", "row_bytes", b"row_bytes", "signature", b"signature", "slot_bytes", b"slot_bytes", "time_left_ms", b"time_left_ms", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "expires_unix_ms", b"expires_unix_ms", "generation", b"generation", "id", b"id", "layout_fingerprint", b"layout_fingerprint", "metadata_version", b"metadata_version", "model_fingerprint", b"model_fingerprint", "parts", b"parts", "payload", b"payload", "rank", b"rank", "receiver", b"receiver", "row_bytes", b"row_bytes", "signature", b"signature", "slot_bytes", b"slot_bytes", "time_left_ms", b"time_left_ms", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -86,6 +86,7 @@ class EmbeddingHandle(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     ROW_BYTES_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """Where it is called (host:port)."""
     lease_id: _builtins.str
@@ -98,6 +99,8 @@ class EmbeddingHandle(_message.Message):
     """Size of a row."""
     dtype: _builtins.str
     """Element type as torch names it: `float32`, `bfloat16`."""
+    signature: _builtins.bytes
+    """HMAC-SHA256 under the cluster's key over the other fields; empty where no key is configured."""
     @_builtins.property
     def owner(self) -> _common_pb2.PeerId:
         """The encoder that holds it."""
@@ -117,10 +120,11 @@ class EmbeddingHandle(_message.Message):
         rows: _builtins.int = ...,
         row_bytes: _builtins.int = ...,
         dtype: _builtins.str = ...,
+        signature: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "owner", b"owner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "endpoint", b"endpoint", "id", b"id", "lease_id", b"lease_id", "model_fingerprint", b"model_fingerprint", "owner", b"owner", "row_bytes", b"row_bytes", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "endpoint", b"endpoint", "id", b"id", "lease_id", b"lease_id", "model_fingerprint", b"model_fingerprint", "owner", b"owner", "row_bytes", b"row_bytes", "rows", b"rows", "signature", b"signature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

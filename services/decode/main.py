@@ -80,7 +80,8 @@ async def start(settings: DecodeSettings, lives: WorkerLives, life: Lifecycle) -
         events=events.append,
     )
     life.on_close("cache tier", tier.close)
-    own = Reader(process.peer, loaded.facts.wire(), settings.data_centre, settings.host_name)
+    signer = settings.transfer.signer(tls=settings.tls.on)
+    own = Reader(process.peer, loaded.facts.wire(), settings.data_centre, settings.host_name, signer)
     tier.meet(own, transfer, channels)
     journals = Journals(
         linger_s=settings.decode.linger_seconds,
@@ -103,7 +104,7 @@ async def start(settings: DecodeSettings, lives: WorkerLives, life: Lifecycle) -
     life.on_close("engine", link.stop)
     tier.connect(link, loads=False)
     servicer = DecodeServicer(
-        loaded.facts, process.peer, transfer, link, hub, reporter, process.clock, settings.decode.journal_tokens
+        loaded.facts, process.peer, transfer, link, hub, reporter, process.clock, settings.decode.journal_tokens, signer
     )
     deliver_notices(transfer, servicer.take_notices)
 
@@ -129,7 +130,7 @@ async def start(settings: DecodeSettings, lives: WorkerLives, life: Lifecycle) -
     process.metrics.gauge("decode_resends", "Commits whose rows did not match", lambda: servicer.resends)
 
     def published() -> Replica:
-        return published_replica(process, loaded, settings, transfer, reporter)
+        return published_replica(process, loaded, settings, transfer, reporter, signer)
 
     process.server.add(
         decode_pb2_grpc.add_DecodeServiceServicer_to_server,

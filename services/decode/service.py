@@ -22,6 +22,7 @@ from headrace.services.runtime.errors import FailedPrecondition, InvalidArgument
 from headrace.services.worker.engine_link import EngineLink
 from headrace.services.worker.events_wire import counts_from_wire, first_tokens_from_wire, reason_from_wire
 from headrace.services.worker.reports import EngineReporter, load_report
+from headrace.services.worker.signing import UNSIGNED, Signer
 from headrace.services.worker.spec_wire import ModelFacts, content_digest, engine_request, request_key
 from headrace.services.worker.transfer_wire import agent_to_wire, handle_from_wire, handle_to_wire
 from headrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc
@@ -42,7 +43,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         reporter: EngineReporter,
         clock: Clock,
         journal_tokens: int,
+        signer: Signer = UNSIGNED,
     ) -> None:
+        self._signer = signer
         self._journal_tokens = journal_tokens
         self._facts = facts
         self._peer = peer
@@ -60,7 +63,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     def announce(self) -> common_pb2.TransferAgent:
         """Describe the landing memory anew; called when it has changed."""
-        self._agent = agent_to_wire(self._transfer.describe(), self._peer.replica_id, self._facts.wire())
+        self._agent = agent_to_wire(self._transfer.describe(), self._peer.replica_id, self._facts.wire(), self._signer)
         return self._agent
 
     # --- reservations ------------------------------------------------------------------------------------------
@@ -161,7 +164,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             return decode_pb2.CommitResponse(admitted=decode_pb2.CommitAdmitted())
         self.resends += 1
         self._transfer.expect(committed.resend.transfer_id)
-        landing = handle_to_wire(committed.resend, self._peer.replica_id, request.landing.time_left_ms / 1000)
+        left_s = request.landing.time_left_ms / 1000
+        landing = handle_to_wire(committed.resend, self._peer.replica_id, left_s, self._signer)
         return decode_pb2.CommitResponse(resend=decode_pb2.CommitResend(landing=landing, agent=self._agent))
 
     async def EndTransfer(
@@ -171,6 +175,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         if request.outcome == decode_pb2.TRANSFER_OUTCOME_UNSPECIFIED:
             raise InvalidArgument("must say how the transfer ended", field="outcome")
         peers.require_claim(request.sender, peers.PeerRole.PREFILL, peers.PeerRole.WHOLE, field="sender")
+        self._signer.check_handle(request.landing, "landing", fresh=False)
         if request.landing.receiver.incarnation == self._peer.incarnation:
             await self._link.call(TransferEnded(request.landing.transfer_id, complete=False))
             self._transfer.forget(request.landing.transfer_id)
@@ -201,8 +206,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             raise FailedPrecondition(
                 "the handle is of another life of this replica; reserve again", field="landing.receiver"
             )
-        return handle_from_wire(wire)
+        return handle_from_wire(wire, "landing", self._signer)
 
     def _handle(self, handle: Handle, request: EngineRequest) -> common_pb2.TransferHandle:
         assert request.deadline is not None
-        return handle_to_wire(handle, self._peer.replica_id, request.deadline - self._clock.monotonic())
+        left_s = request.deadline - self._clock.monotonic()
+        return handle_to_wire(handle, self._peer.replica_id, left_s, self._signer)

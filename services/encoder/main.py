@@ -105,7 +105,13 @@ async def _start(settings: EncoderSettings, folder: Path, life: Lifecycle) -> No
     # The address in handles is known only once the port is open.
     identity = EncoderIdentity(process.peer, "", model_fp, str(tower.dtype).removeprefix("torch."))
     servicer = EncoderServicer(
-        identity, cache, encoder, transfer, lease_s=section.lease_seconds, max_images=section.max_images
+        identity,
+        cache,
+        encoder,
+        transfer,
+        lease_s=section.lease_seconds,
+        max_images=section.max_images,
+        signer=settings.transfer.signer(tls=settings.tls.on),
     )
     process.server.add(
         encoder_pb2_grpc.add_EncoderServiceServicer_to_server,

@@ -27,6 +27,7 @@ from headrace.services.runtime.errors import (
     Unavailable,
 )
 from headrace.services.runtime.live import LiveSet, Outcome
+from headrace.services.worker.signing import UNSIGNED, Signer
 from headrace.services.worker.transfer_wire import agent_from_wire, checksums_to_wire, handle_from_wire
 from headrace.v1 import common_pb2, encoder_pb2, encoder_pb2_grpc
 
@@ -59,6 +60,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         *,
         lease_s: float,
         max_images: int,
+        signer: Signer = UNSIGNED,
     ) -> None:
         self._identity = identity
         self._cache = cache
@@ -66,6 +68,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         self._transfer = transfer
         self._lease_ms = round(lease_s * 1000)
         self._max_images = max_images
+        self._signer = signer
         self.live: LiveSet[object] = LiveSet("encode requests")
         """Conservation of Encode calls (L11)."""
 
@@ -129,23 +132,27 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             grid_height=plan.rows,
             grid_width=plan.columns,
             tokens=plan.num_tokens,
-            handle=encoder_pb2.EmbeddingHandle(
-                owner=self._identity.peer,
-                endpoint=self._identity.endpoint,
-                id=request.id,
-                lease_id=lease,
-                model_fingerprint=self._identity.model_fingerprint,
-                rows=plan.num_tokens,
-                row_bytes=self._cache.memory.shape[1],
-                dtype=self._identity.dtype,
+            handle=self._signer.embedding(
+                encoder_pb2.EmbeddingHandle(
+                    owner=self._identity.peer,
+                    endpoint=self._identity.endpoint,
+                    id=request.id,
+                    lease_id=lease,
+                    model_fingerprint=self._identity.model_fingerprint,
+                    rows=plan.num_tokens,
+                    row_bytes=self._cache.memory.shape[1],
+                    dtype=self._identity.dtype,
+                )
             ),
             cached=cached,
         )
 
     async def Push(self, request: encoder_pb2.PushRequest, context: _Context) -> encoder_pb2.PushResponse:
         """See encoder.proto. Whatever fails, the receiver gets a terminal notice, so that its rows come free (L7)."""
-        handle = handle_from_wire(request.landing)
-        receiver = agent_from_wire(request.receiver, "receiver")
+        handle = handle_from_wire(request.landing, "landing", self._signer, fresh=True)
+        receiver = agent_from_wire(request.receiver, "receiver", self._signer)
+        if receiver.incarnation != handle.incarnation:
+            raise InvalidArgument("landing and receiver are of different processes", field="receiver.owner")
         ended = False
         try:
             entry = self._checked(request.handle)
@@ -194,6 +201,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             raise NotFound(
                 "this handle is of another life of the encoder; encode the image again", field="handle.owner"
             )
+        self._signer.check_embedding(wire, "handle")
         if wire.model_fingerprint != self._identity.model_fingerprint:
             raise Incompatible("this handle is of another model", field="handle.model_fingerprint")
         entry = self._cache.leased(wire.lease_id)

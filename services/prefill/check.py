@@ -9,6 +9,7 @@ from headrace.kvcache.layout import KVLayout
 from headrace.kvcache.transfer.base import PeerDescription
 from headrace.services.prefill.target import shared_part
 from headrace.services.runtime.errors import Incompatible, InvalidArgument
+from headrace.services.worker.signing import UNSIGNED, Signer
 from headrace.services.worker.transfer_wire import agent_from_wire, handle_from_wire
 from headrace.v1 import prefill_pb2
 
@@ -22,10 +23,12 @@ class Target:
     agent: PeerDescription
 
 
-def check_target(request: prefill_pb2.RunRequest, layout: KVLayout) -> Target:
-    """The grant is for this request, and covers exactly the blocks that decode does not hold (L1, L4)."""
+def check_target(request: prefill_pb2.RunRequest, layout: KVLayout, signer: Signer = UNSIGNED) -> Target:
+    """The grant is of this cluster, for this request, and covers exactly the blocks that decode does not hold (L1, L4,
+    L25)."""
     wire = request.target
-    handle, agent = handle_from_wire(wire.landing, "target.landing"), agent_from_wire(wire.agent, "target.agent")
+    handle = handle_from_wire(wire.landing, "target.landing", signer, fresh=True)
+    agent = agent_from_wire(wire.agent, "target.agent", signer)
     part = shared_part(handle)
     if not wire.endpoint:
         raise InvalidArgument("names no address", field="target.endpoint")

@@ -16,6 +16,7 @@ from headrace.services.runtime.errors import Corrupt, HeadraceError, Unavailable
 from headrace.services.runtime.intercept import request_metadata
 from headrace.services.worker.channels import Channels
 from headrace.services.worker.events_wire import TokenBytes, first_tokens_to_wire, microseconds
+from headrace.services.worker.signing import UNSIGNED, Signer
 from headrace.services.worker.tier.preload import Preloaded
 from headrace.services.worker.transfer_wire import agent_from_wire, handle_from_wire, handle_to_wire
 from headrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2
@@ -46,6 +47,7 @@ class Committer:
         resends: int,
         loaded: Preloaded,
         on_resent: Callable[[], None],
+        signer: Signer = UNSIGNED,
     ) -> None:
         """`loaded`: what came from the cache tier for this run."""
         self._target = target
@@ -57,6 +59,7 @@ class Committer:
         self._resends = resends
         self._loaded = loaded
         self._on_resent = on_resent
+        self._signer = signer
 
     async def commit(
         self, target: HandOverTarget, done: PrefillDone, fetched: Fetched, timeout_s: float
@@ -72,7 +75,9 @@ class Committer:
                 await target.settle()
                 report = make_report(target, done, fetched, self._loaded)
                 request = decode_pb2.CommitRequest(
-                    landing=handle_to_wire(target.handle, self._target.peer.replica_id, deadline - time.monotonic()),
+                    landing=handle_to_wire(
+                        target.handle, self._target.peer.replica_id, deadline - time.monotonic(), self._signer
+                    ),
                     sender=self._sender,
                     checksums=target.checksums(),
                     first_tokens=first_tokens_to_wire(done.first, self._token_bytes),
@@ -82,9 +87,11 @@ class Committer:
                 if response.HasField("admitted"):
                     return report
                 self._on_resent()
-                target.adopt(handle_from_wire(response.resend.landing))
+                resend = response.resend
+                target.adopt(handle_from_wire(resend.landing, "resend.landing", self._signer, fresh=True))
                 if resends_left:
-                    await asyncio.wrap_future(self._transfer.connect(agent_from_wire(response.resend.agent)))
+                    agent = agent_from_wire(resend.agent, "resend.agent", self._signer)
+                    await asyncio.wrap_future(self._transfer.connect(agent))
                     target.push_again(max(0.001, deadline - time.monotonic()))
         raise CommitRefused(Corrupt(f"rows did not match their checksums {self._resends + 1} times; start anew"))
 

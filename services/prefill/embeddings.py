@@ -29,6 +29,7 @@ from headrace.services.runtime.errors import (
 )
 from headrace.services.runtime.intercept import request_metadata
 from headrace.services.worker.channels import Channels
+from headrace.services.worker.signing import UNSIGNED, Signer
 from headrace.services.worker.transfer_wire import agent_to_wire, handle_to_wire
 from headrace.v1 import common_pb2, encoder_pb2, encoder_pb2_grpc
 
@@ -56,6 +57,7 @@ class EmbeddingReceiver:
         peer: common_pb2.PeerId,
         model: common_pb2.ModelIdentity,
         dtype: torch.dtype,
+        signer: Signer = UNSIGNED,
     ) -> None:
         self.landing = landing
         self._transfer = transfer
@@ -63,7 +65,8 @@ class EmbeddingReceiver:
         self._peer = peer
         self._model = model
         self._dtype = dtype
-        self._agent = agent_to_wire(transfer.describe(), peer.replica_id, model)
+        self._signer = signer
+        self._agent = agent_to_wire(transfer.describe(), peer.replica_id, model, signer)
 
     def check(self, spans: Sequence[common_pb2.ImageSpan], handles: Sequence[encoder_pb2.EmbeddingHandle]) -> None:
         """Refuse before anything is reserved (L10). Raises InvalidArgument, Incompatible."""
@@ -84,6 +87,7 @@ class EmbeddingReceiver:
                 raise InvalidArgument(f"{handle.rows} rows for a span of {span.length}", field=f"{field}.rows")
             if not handle.endpoint or not handle.owner.incarnation:
                 raise InvalidArgument("names no encoder", field=field)
+            self._signer.check_embedding(handle, field)
 
     async def writable(self) -> int:
         """Rows that an encoder may still write."""
@@ -133,7 +137,7 @@ class EmbeddingReceiver:
         left = max(0.001, deadline - time.monotonic())
         request = encoder_pb2.PushRequest(
             handle=handle,
-            landing=handle_to_wire(grant, self._peer.replica_id, left),
+            landing=handle_to_wire(grant, self._peer.replica_id, left, self._signer),
             receiver=self._agent,
         )
         async with self._channels.use(handle.endpoint) as channel:

@@ -43,6 +43,7 @@ from headrace.services.worker.reports import (
 )
 from headrace.services.worker.role_change import RoleChange
 from headrace.services.worker.senders import SenderWatch
+from headrace.services.worker.signing import Signer
 from headrace.services.worker.tier.assembly import WorkerTier
 from headrace.services.worker.tier.peer_wire import Reader
 from headrace.services.worker.tier.service import serve_caches
@@ -74,7 +75,8 @@ async def start(settings: PrefillSettings, lives: WorkerLives, life: Lifecycle) 
         transfer.register(region)
     channels = Channels(settings.rpc, process.tls)
     life.on_close("channels", channels.close)
-    receiver = _receiver(settings, loaded, transfer, channels, process)
+    signer = settings.transfer.signer(tls=settings.tls.on)
+    receiver = _receiver(settings, loaded, transfer, channels, process, signer)
     events = EventLog(Source(process.replica_id, life.incarnation), loaded.pool.layout.block_tokens)
     tier = await WorkerTier.open(
         settings.cache,
@@ -84,7 +86,7 @@ async def start(settings: PrefillSettings, lives: WorkerLives, life: Lifecycle) 
         events=events.append,
     )
     life.on_close("cache tier", tier.close)
-    own = Reader(process.peer, loaded.facts.wire(), settings.data_centre, settings.host_name)
+    own = Reader(process.peer, loaded.facts.wire(), settings.data_centre, settings.host_name, signer)
     tier.meet(own, transfer, channels)
     servicer = PrefillServicer(
         settings.prefill,
@@ -96,6 +98,7 @@ async def start(settings: PrefillSettings, lives: WorkerLives, life: Lifecycle) 
         process.clock,
         tier,
         draining=lambda: process.server.draining,
+        signer=signer,
     )
     engine = loaded.engine(settings, PrefillRole, process.clock, tier.sink)
     engine.memory.prefix.announce_to(events.append)
@@ -144,7 +147,7 @@ async def start(settings: PrefillSettings, lives: WorkerLives, life: Lifecycle) 
     process.metrics.gauge("prefill_resends", "Grants for rows that did not match", lambda: servicer.resends)
 
     def published() -> Replica:
-        return published_replica(process, loaded, settings, transfer, reporter)
+        return published_replica(process, loaded, settings, transfer, reporter, signer)
 
     process.server.add(
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server,
@@ -185,6 +188,7 @@ def _receiver(
     transfer: TransferEngine,
     channels: Channels,
     process: ServiceProcess,
+    signer: Signer,
 ) -> EmbeddingReceiver | None:
     """Landing memory for embeddings in the encoder's activation type; None for a text model."""
     if loaded.model.image_token_id is None:
@@ -207,7 +211,7 @@ def _receiver(
     transfer.register(
         MemoryRegion(EMBEDDINGS, landing.rows, RegionRole.LANDING_ROWS, PayloadKind.EMBEDDING, landing.version)
     )
-    return EmbeddingReceiver(landing, transfer, channels, process.peer, loaded.facts.wire(), dtype)
+    return EmbeddingReceiver(landing, transfer, channels, process.peer, loaded.facts.wire(), dtype, signer)
 
 
 async def _canary(

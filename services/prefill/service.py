@@ -39,6 +39,7 @@ from headrace.services.runtime.intercept import request_metadata
 from headrace.services.worker.channels import Channels
 from headrace.services.worker.engine_host import LoadedModel
 from headrace.services.worker.engine_link import EngineLink
+from headrace.services.worker.signing import UNSIGNED, Signer
 from headrace.services.worker.spec_wire import engine_request, request_key
 from headrace.services.worker.tier.assembly import WorkerTier
 from headrace.services.worker.tier.preload import Preloaded
@@ -76,6 +77,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         clock: Clock,
         tier: WorkerTier,
         draining: Callable[[], bool],
+        signer: Signer = UNSIGNED,
     ) -> None:
         """`receiver` is None for a model without images."""
         self._tier = tier
@@ -87,6 +89,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._receiver = receiver
         self._clock = clock
         self._draining = draining
+        self._signer = signer
         self._runs: dict[RequestKey, _Entry] = {}
         self._closing: dict[asyncio.Task[None], RequestKey] = {}
         """Clean-ups of former runs: their transfers are not terminal."""
@@ -223,7 +226,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             self._receiver.check(request.spec.image_spans, request.embeddings)
         elif request.spec.image_spans or request.embeddings:
             raise InvalidArgument("this model takes no images", field="embeddings")
-        return check_target(request, self._loaded.pool.layout)
+        return check_target(request, self._loaded.pool.layout, self._signer)
 
     async def _prepare(
         self, request: prefill_pb2.RunRequest, key: RequestKey, checked: Target, now: float
@@ -262,6 +265,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             resends=self._settings.max_resends,
             loaded=loaded,
             on_resent=resent,
+            signer=self._signer,
         )
 
     async def _connect(self, agent: PeerDescription) -> None:
@@ -314,7 +318,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         wire = request.target
         if not wire.endpoint:
             return
-        landing = wire.landing if target is None else target.wire_handle(wire.peer.replica_id)
+        landing = wire.landing if target is None else target.wire_handle(wire.peer.replica_id, self._signer)
         quiet = target is None or not target.failed
         outcome = decode_pb2.TRANSFER_OUTCOME_QUIET if quiet else decode_pb2.TRANSFER_OUTCOME_FAILED
         try:

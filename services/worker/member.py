@@ -10,6 +10,7 @@ from headrace.services.runtime.registry.base import Rank, Replica
 from headrace.services.worker.engine_host import LoadedModel
 from headrace.services.worker.reports import EngineReporter
 from headrace.services.worker.settings import WorkerSettings
+from headrace.services.worker.signing import UNSIGNED, Signer
 from headrace.services.worker.transfer_wire import agent_to_wire
 
 
@@ -19,9 +20,10 @@ def published_replica(
     settings: WorkerSettings,
     transfer: TransferEngine,
     reporter: EngineReporter,
+    signer: Signer = UNSIGNED,
 ) -> Replica:
     """The membership entry. Its agent carries the process's identity, by which peers tell its death from silence."""
-    agent = agent_to_wire(transfer.describe(), process.replica_id, loaded.facts.wire())
+    agent = agent_to_wire(transfer.describe(), process.replica_id, loaded.facts.wire(), signer)
     load = reporter.load()
     return replace(
         process.replica(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import ByteSize, Field
@@ -9,6 +10,7 @@ from pydantic import ByteSize, Field
 from headrace.kvcache.transfer.base import LOCAL_TRANSPORTS, NO_NETWORK, TransferSettings
 from headrace.services.runtime.settings import Section
 from headrace.services.runtime.settings_load import SettingsError
+from headrace.services.worker.signing import UNSIGNED, Signer
 
 Transport = Literal["cma", "shm", "tcp", "cuda_ipc", "rdma"]
 
@@ -26,8 +28,21 @@ class TransferSection(Section):
     none, and rows move between processes of one host alone, without any listener."""
     push_timeout_seconds: float = Field(default=30.0, gt=0)
     """Deadline of a push whose request names none (L6)."""
+    secret_file: Path | None = None
+    """File with the secret by which the workers of a cluster sign transfer handles, agents and embedding handles: 32
+    characters or more, the same on all of them, readable by this user alone. Of several lines the first signs and all
+    are believed, so that a secret can be exchanged while all run. Needed where TLS is on; without it nothing is signed.
+    Clocks of two hosts may differ by a minute."""
     staging_bytes: ByteSize = Field(default=ByteSize(64 * 1024 * 1024), ge=1024 * 1024)
     """Staging memory per device, where rows are gathered before they are sent (GPUs)."""
+
+    def signer(self, *, tls: bool) -> Signer:
+        """Signs and checks what passes between workers. Raises SettingsError."""
+        if self.secret_file is None:
+            if tls:
+                raise SettingsError("transfer.secret_file is needed with TLS: openssl rand -hex 32 makes a secret")
+            return UNSIGNED
+        return Signer(file=self.secret_file)
 
     def engine_settings(self, *, tls: bool) -> TransferSettings:
         """As kvcache.transfer wants them. Raises SettingsError for wires that TLS forbids."""

@@ -9,6 +9,7 @@ from headrace.kvcache.handle import ChecksumKind, Handle, LandingPart, PayloadKi
 from headrace.kvcache.transfer.base import PeerDescription
 from headrace.kvcache.transfer.regions import RegionDescription, RegionRole
 from headrace.services.runtime.errors import InvalidArgument
+from headrace.services.worker.signing import UNSIGNED, Signer
 from headrace.v1 import common_pb2
 
 _CHECKSUMS: Final = {
@@ -35,9 +36,11 @@ _PAYLOAD_OF: Final[dict[int, PayloadKind]] = {number: kind for kind, number in _
 _MEMORY_OF: Final[dict[int, str]] = {number: kind for kind, number in _MEMORY.items()}
 
 
-def handle_to_wire(handle: Handle, replica_id: str, time_left_s: float) -> common_pb2.TransferHandle:
+def handle_to_wire(
+    handle: Handle, replica_id: str, time_left_s: float, signer: Signer = UNSIGNED
+) -> common_pb2.TransferHandle:
     """`replica_id` is the receiver's name; the handle itself knows only its incarnation."""
-    return common_pb2.TransferHandle(
+    wire = common_pb2.TransferHandle(
         transfer_id=handle.transfer_id,
         receiver=common_pb2.PeerId(replica_id=replica_id, incarnation=handle.incarnation),
         rank=handle.rank,
@@ -56,10 +59,17 @@ def handle_to_wire(handle: Handle, replica_id: str, time_left_s: float) -> commo
         metadata_version=handle.metadata_version,
         time_left_ms=max(0, round(time_left_s * 1000)),
     )
+    return signer.handle(wire)
 
 
-def handle_from_wire(wire: common_pb2.TransferHandle, field: str = "landing") -> Handle:
-    """Raises InvalidArgument naming the field for anything that no handle could be."""
+def handle_from_wire(
+    wire: common_pb2.TransferHandle, field: str = "landing", signer: Signer = UNSIGNED, *, fresh: bool = False
+) -> Handle:
+    """`fresh`: something is to be written by it, so its time must not be over.
+
+    Raises InvalidArgument naming the field for anything that no handle could be, PermissionDenied for a forged or
+    altered one, FailedPrecondition for a stale one."""
+    signer.check_handle(wire, field, fresh=fresh)
     if wire.checksum not in _CHECKSUM_OF:
         raise InvalidArgument(f"checksum kind {wire.checksum} is unknown", field=f"{field}.checksum")
     if wire.payload not in _PAYLOAD_OF:
@@ -94,9 +104,11 @@ def handle_from_wire(wire: common_pb2.TransferHandle, field: str = "landing") ->
     )
 
 
-def agent_to_wire(agent: PeerDescription, replica_id: str, model: common_pb2.ModelIdentity) -> common_pb2.TransferAgent:
+def agent_to_wire(
+    agent: PeerDescription, replica_id: str, model: common_pb2.ModelIdentity, signer: Signer = UNSIGNED
+) -> common_pb2.TransferAgent:
     """How peers reach this process's transfer agent."""
-    return common_pb2.TransferAgent(
+    wire = common_pb2.TransferAgent(
         owner=common_pb2.PeerId(replica_id=replica_id, incarnation=agent.incarnation),
         rank=agent.rank,
         agent_name=agent.agent_name,
@@ -118,10 +130,13 @@ def agent_to_wire(agent: PeerDescription, replica_id: str, model: common_pb2.Mod
         model=model,
         checksums=[_CHECKSUMS[kind] for kind in agent.checksums],
     )
+    return signer.agent(wire)
 
 
-def agent_from_wire(wire: common_pb2.TransferAgent, field: str = "agent") -> PeerDescription:
-    """Raises InvalidArgument naming the field for an agent that cannot be reached."""
+def agent_from_wire(wire: common_pb2.TransferAgent, field: str = "agent", signer: Signer = UNSIGNED) -> PeerDescription:
+    """Raises InvalidArgument naming the field for an agent that cannot be reached, PermissionDenied for a forged or
+    altered one."""
+    signer.check_agent(wire, field)
     regions = []
     for region in wire.regions:
         if region.payload not in _PAYLOAD_OF or region.memory not in _MEMORY_OF or region.use not in _USES.values():

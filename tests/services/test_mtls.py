@@ -204,6 +204,40 @@ def test_a_worker_acts_in_its_own_name(secured: Secured) -> None:
         assert isinstance(status_of(channel, "/headrace.v1.DecodeService/Commit"), PermissionDenied)
 
 
+def test_transfer_parameters_that_nobody_signed_are_refused(secured: Secured) -> None:
+    """L25: a stolen certificate of the right role is not enough to have something written, sent or ended."""
+    landing = common_pb2.TransferHandle(
+        transfer_id="t",
+        receiver=common_pb2.PeerId(replica_id="decode-0", incarnation="0" * 32),
+        checksum=common_pb2.CHECKSUM_KIND_XXH3_64,
+        payload=common_pb2.PAYLOAD_KIND_KV,
+        time_left_ms=5000,
+    )
+    agent = common_pb2.TransferAgent(owner=landing.receiver, agent_name="0.x", agent_metadata=b"x")
+    agent.owner.replica_id = "prefill-1"
+    run = prefill_pb2.RunRequest(
+        spec=common_pb2.RequestSpec(id=common_pb2.AttemptId(request_id="r", attempt=1)),
+        target=prefill_pb2.DecodeTarget(landing=landing, agent=agent),
+    )
+    run.spec.router.replica_id = "router-0"
+    end = decode_pb2.EndTransferRequest(landing=landing, outcome=decode_pb2.TRANSFER_OUTCOME_QUIET)
+    push = encoder_pb2.PushRequest(landing=landing, receiver=agent)
+    send = cache_pb2.SendRequest(reader=agent, lease_id="x")
+    for role, to, method, message in (
+        ("router-0", "prefill-0", "PrefillService/Run", run),
+        ("router-0", "decode-0", "DecodeService/EndTransfer", end),
+        ("prefill-0", "encoder-0", "EncoderService/Push", push),
+        ("prefill-1", "prefill-0", "CachePeerService/Send", send),
+    ):
+        with identity(secured.folder, role).open(secured.address(to), []) as channel:
+            call: Any = channel.unary_stream(f"/headrace.v1.{method}")
+            with pytest.raises(grpc.RpcError) as caught:
+                list(call(message.SerializeToString(), timeout=10))
+        error = typed(caught.value)
+        assert isinstance(error, PermissionDenied), (method, error)
+        assert "signed" in str(error), (method, error)
+
+
 def test_certificates_rotate_while_requests_run(secured: Secured) -> None:
     """A new certificate for every process, the launcher and the client: nothing restarts, nothing fails."""
     hosts = ("127.0.0.1", "localhost")

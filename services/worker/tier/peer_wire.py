@@ -24,10 +24,11 @@ from headrace.kvcache.transfer.copies import Direction, Span
 from headrace.kvcache.transfer.errors import TransferError
 from headrace.kvcache.transfer.regions import RegionRole
 from headrace.services.runtime import logs
-from headrace.services.runtime.errors import InvalidArgument
+from headrace.services.runtime.errors import InvalidArgument, PermissionDenied
 from headrace.services.runtime.ids import short
 from headrace.services.runtime.registry.base import Registry, Removed, Replica, Role, State
 from headrace.services.worker.channels import Channels
+from headrace.services.worker.signing import UNSIGNED, Signer
 from headrace.services.worker.tier.peer_messages import leased_from_wire
 from headrace.services.worker.transfer_wire import agent_from_wire, agent_to_wire
 from headrace.v1 import cache_pb2, cache_pb2_grpc, common_pb2
@@ -42,6 +43,8 @@ NOTHING_POSTED: Final = frozenset(
         grpc.StatusCode.FAILED_PRECONDITION,
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
     }
 )
 """Typed answers of Send: no write was begun, so the buffer is quiet."""
@@ -64,6 +67,8 @@ class Reader:
     model: common_pb2.ModelIdentity
     data_centre: str
     host: str
+    signer: Signer = UNSIGNED
+    """Of agents, this process's and peers'."""
 
 
 class Lessors:
@@ -106,8 +111,9 @@ class Lessors:
         ):
             return None
         try:
-            agent = agent_from_wire(common_pb2.TransferAgent.FromString(replica.ranks[0].agent))
-        except (DecodeError, InvalidArgument) as error:
+            wire = common_pb2.TransferAgent.FromString(replica.ranks[0].agent)
+            agent = agent_from_wire(wire, signer=self._own.signer)
+        except (DecodeError, InvalidArgument, PermissionDenied) as error:
             _log.warning("a member's transfer agent cannot be read", replica=replica.id, error=str(error))
             return None
         if not any(region.role is RegionRole.READABLE for region in agent.regions):
@@ -217,7 +223,7 @@ class GrpcPeerWire:
         own = self._own
         request = cache_pb2.SendRequest(
             lease_id=lease.id,
-            reader=agent_to_wire(self._transfer.describe(), own.peer.replica_id, own.model),
+            reader=agent_to_wire(self._transfer.describe(), own.peer.replica_id, own.model, own.signer),
             targets=[cache_pb2.SendTarget(key=each.entry.info.key, offset=each.offset) for each in arrivals],
             time_left_ms=max(1, round(1000 * (ends - self._loop.time()))),
         )

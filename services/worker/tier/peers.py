@@ -72,7 +72,7 @@ class HostPeers:
         self.lessors = Lessors(own)
         self.wire = GrpcPeerWire(own, self.lessors, transfer, channels)
         self.source = PeerHostSource(self.wire, self.buffer, max_peers=max_peers)
-        self.servicer = CachePeerServicer(tier, self.leases, transfer)
+        self.servicer = CachePeerServicer(tier, self.leases, transfer, own.signer)
 
     @property
     def service(self) -> tuple[Callable[[Any, Any], None], CachePeerServicer, Described]:
