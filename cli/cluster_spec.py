@@ -25,6 +25,7 @@ SECTION_ROLES: Final[Mapping[str, tuple[str, ...]]] = {
     "router": ("router",),
     "front": ("router",),
     "tokens": ("router",),
+    "limits": ("router",),
     "admission": ("router",),
     "balance": ("router",),
     "index": ("router",),

@@ -18,6 +18,7 @@ from headrace.services.router.caches import ClusterCaches
 from headrace.services.router.generate import Generation
 from headrace.services.router.images import ImageStage
 from headrace.services.router.key_stores import KeyStoreError, open_keys
+from headrace.services.router.limits import Limiter, Routers, SharedBuckets
 from headrace.services.router.model import load_served_model
 from headrace.services.router.prefix_metrics import add_prefix_metrics
 from headrace.services.router.prefixes import Prefixes
@@ -105,9 +106,10 @@ async def _start(settings: RouterSettings, folder: Path, tenants: Tenants, life:
     registry = _registry(settings, process)
     life.on_close("registry", registry.close)
     await _follow_credentials(settings, process, tenants)
+    limiter = _limiter(settings, process, registry)
     process.server.add(
         inference_pb2_grpc.add_InferenceServiceServicer_to_server,
-        InferenceServicer(settings, model, tenants, generation, workers),
+        InferenceServicer(settings, model, tenants, generation, workers, limiter),
         inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
         admits=("Generate",),
     )
@@ -133,6 +135,27 @@ def _native() -> NativeRouter | None:
     except NativeUnavailable as reason:
         _log.warning("decisions are made in Python, which is slower", reason=str(reason))
         return None
+
+
+def _limiter(settings: RouterSettings, process: ServiceProcess, registry: Registry) -> Limiter:
+    """Raises RedisUrlError for an address that is none."""
+    section, index = settings.limits, settings.index.store_index
+    url = section.shared or (index if index.startswith(("redis://", "rediss://")) else None)
+    shared = None if url is None else SharedBuckets(url, section.prefix, section.deadline_ms / 1000, process.clock)
+    routers = Routers()
+    process.life.spawn(routers.follow(registry), "routers-watch")
+    limiter = Limiter(shared, routers, process.clock)
+    process.life.on_close("limits", limiter.close)
+    process.metrics.gauges(
+        "limit_refusals",
+        "Requests refused since start for what their tenant may ask for, by limit",
+        ("limit",),
+        lambda: {(limit,): limiter.refused[limit] for limit in ("rate", "concurrent")},
+    )
+    process.metrics.gauge(
+        "limit_decisions_by_share", "Decisions of limits without the shared buckets", lambda: limiter.by_share
+    )
+    return limiter
 
 
 async def _follow_credentials(settings: RouterSettings, process: ServiceProcess, tenants: Tenants) -> None:

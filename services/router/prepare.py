@@ -184,6 +184,8 @@ def tokenize(prompt: inference_pb2.Prompt, model: ServedModel, limits: RequestSe
         raise InvalidArgument("the prompt has no tokens; send at least one", field=field)
     if len(ids) >= model.context_tokens:
         raise InvalidArgument(f"{len(ids)} tokens; the model takes at most {model.context_tokens - 1}", field=field)
+    if limits.max_prompt_tokens is not None and len(ids) > limits.max_prompt_tokens:
+        raise InvalidArgument(f"{len(ids)} tokens; at most {limits.max_prompt_tokens} are taken", field=field)
     if max(ids) >= model.vocab_size:
         bad = next(token for token in ids if token >= model.vocab_size)
         raise InvalidArgument(
@@ -212,6 +214,9 @@ def _check_images(
             raise Unimplemented(f"{field}.images[{index}].url", "images by address are not fetched; send their data")
         if not image.data:
             raise InvalidArgument("the image has no data", field=f"{field}.images[{index}].data")
+        if len(image.data) > limits.max_image_bytes:
+            message = f"{len(image.data)} bytes; at most {int(limits.max_image_bytes)} are taken"
+            raise InvalidArgument(message, field=f"{field}.images[{index}].data")
 
 
 def _check_text(texts: Sequence[str], model: ServedModel, limits: RequestSection, field: str) -> None:

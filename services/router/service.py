@@ -11,6 +11,7 @@ import grpc.aio
 
 from headrace.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from headrace.services.router.generate import Generation
+from headrace.services.router.limits import Limiter
 from headrace.services.router.model import ServedModel
 from headrace.services.router.prepare import IMPLEMENTED_FIELDS, tokenize
 from headrace.services.router.settings import RouterSettings
@@ -20,7 +21,6 @@ from headrace.services.runtime.errors import NotFound
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 _Context = grpc.aio.ServicerContext[Any, Any]
-MAX_IMAGE_BYTES = 20 * 1024 * 1024
 MAX_IMAGE_PIXELS = 64_000_000
 
 
@@ -34,8 +34,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         tenants: Tenants,
         generation: Generation,
         workers: Workers,
+        limiter: Limiter,
     ) -> None:
         self._settings = settings
+        self._limiter = limiter
         self._tenants = tenants
         self._model = model
         self._generation = generation
@@ -46,8 +48,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """See inference.proto."""
         tenant = self._tenants.caller(context.invocation_metadata())
-        async with aclosing(self._generation.run(request, tenant, context.time_remaining())) as responses:
+        async with (
+            self._limiter.request(tenant, request) as charge,
+            aclosing(self._generation.run(request, tenant, context.time_remaining())) as responses,
+        ):
             async for response in responses:
+                charge.see(response)
                 yield response
 
     async def ListModels(
@@ -75,7 +81,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                         max_logprobs=MAX_LOGPROBS,
                         max_stops=requests.max_stops,
                         max_images=0 if model.image_token_id is None else requests.max_images,
-                        max_image_bytes=MAX_IMAGE_BYTES,
+                        max_image_bytes=int(requests.max_image_bytes),
                         max_image_pixels=MAX_IMAGE_PIXELS,
                         max_message_bytes=int(self._settings.rpc.max_message_bytes),
                     ),

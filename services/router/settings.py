@@ -43,6 +43,10 @@ class RequestSection(Section):
     """Longest stop string."""
     max_images: int = Field(default=16, ge=0)
     """Most images."""
+    max_image_bytes: ByteSize = Field(default=ByteSize(20 * 1024 * 1024), ge=1)
+    """Largest image as it is sent; the encoders' encoder.max_image_bytes should not be smaller."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Longest prompt, images not counted. Default: the model's context."""
     max_snapshots: int = Field(default=64, ge=0)
     """Most positions in snapshot_at."""
     max_text_bytes: int = Field(default=16 * 1024 * 1024, ge=1)
@@ -112,6 +116,18 @@ class RouterSection(Section):
                 "replica that is late once would count as stalled"
             )
         return self
+
+
+class LimitsSection(Section):
+    """Where the limits of tenants are counted (docs/operate.md, Tenants)."""
+
+    shared: str | None = None
+    """Redis of the cluster-wide buckets (`redis://…`, `rediss://…`). Default: index.store_index where that is Redis.
+    Without any, and while it does not answer, each router takes the limit divided by the routers that live."""
+    prefix: str = "headrace:limit:"
+    """Of keys there; clusters that share a Redis differ in it."""
+    deadline_ms: int = Field(default=50, ge=1)
+    """Longest wait of a request for Redis; then this router's share decides (L17)."""
 
 
 class TokenSection(Section):
@@ -198,6 +214,7 @@ class RouterSettings(ServiceSettings):
     ROLE: ClassVar[Role] = Role.ROUTER
 
     router: RouterSection = RouterSection()
+    limits: LimitsSection = LimitsSection()
     tokens: TokenSection = TokenSection()
     front: FrontSettings = FrontSettings()
     balance: BalanceSection = BalanceSection()

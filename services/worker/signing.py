@@ -1,9 +1,9 @@
 """Signed transfer parameters: handles, agents and embedding handles that this cluster made, and nobody else (L25).
 
 HMAC-SHA256 under a key derived from the cluster's secret, over the canonical fields of one message: a domain, then
-every field behind its length (LE64), numbers as LE64. A signature is bound to the process life, the request, the attempt, the
-rows and, for a handle, the time until which a sender may begin to write. It says that a worker of the cluster made
-the message; whether it is the right one for this request is compared besides (L1).
+every field behind its length (LE64), numbers as LE64. A signature is bound to the process life, the request, the
+attempt, the rows and, for a handle, the time until which a sender may begin to write. It says that a worker of the
+cluster made the message; whether it is the right one for this request is compared besides (L1).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hmac
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -157,8 +157,8 @@ def _mac(key: bytes, fields: Iterator[bytes | int]) -> bytes:
     return hmac.digest(key, b"".join(parts), "sha256")
 
 
-def _numbers(values: object) -> bytes:
-    return array("Q", values).tobytes()  # type: ignore[arg-type]
+def _numbers(values: Iterable[int]) -> bytes:
+    return array("Q", values).tobytes()
 
 
 def _peer(peer: common_pb2.PeerId) -> tuple[bytes, bytes]:
