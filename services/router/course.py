@@ -12,9 +12,10 @@ since they have got different numbers of tokens; the others stay as they ended. 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from headrace.router.balancers.base import Rejected
 from headrace.router.balancers.conditional import computed_at_decode
@@ -53,6 +54,9 @@ class Means:
     adoption: Adoption
     images: ImageStage
     clock: Clock
+    recovered: Counter[str] = field(default_factory=Counter)
+    """Attempts since start that were not the first: `retried` before the first token, `continued` after it; and of
+    requests that were resumed those `adopted`, the others being `regenerated`."""
 
 
 class Course:
@@ -148,6 +152,7 @@ class Course:
                     yield response
                 return
             adopted = None
+            self._means.recovered["continued" if self._known(part) else "retried"] += 1
             if isinstance(failure, Unavailable):
                 await self._replacement(part.tries)
             if len(part.choices) > 1 and (self._known(part) or len(self.stream.open) < len(part.choices)):

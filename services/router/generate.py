@@ -81,6 +81,7 @@ class Generation:
         self._router = router
         self._clock = clock
         self._snapshots = snapshots
+        self.recovered = self._means.recovered
         self.live: LiveSet[str] = LiveSet("requests")
         """Conservation of requests (L11): one that was validated is accepted."""
         self.refused = 0
@@ -183,9 +184,10 @@ class Generation:
             )
             part = Part(placed, tuple(range(placed.routing.choices)), _first_attempt(prepared))
             adopted = await self._means.adoption.find(placed) if prepared.resume else None
+            if prepared.resume:
+                self._means.recovered["adopted" if adopted is not None else "regenerated"] += 1
             if adopted is not None:
                 part.attempt = max(part.attempt, adopted.response.id.attempt)
-            _log.debug("begun", resumed=bool(prepared.resume), adopted=adopted is not None)
             async with aclosing(course.run(part, adopted)) as responses:
                 async for response in responses:
                     yield response

@@ -205,6 +205,12 @@ def _metrics(
     metrics = process.metrics
     metrics.live_set("requests", "Requests", generation.live)
     metrics.gauge("requests_refused", "Requests refused before they were accepted", lambda: generation.refused)
+    metrics.gauges(
+        "requests_recovered",
+        "Attempts that were not a request's first, and resumed requests, since start",
+        ("how",),
+        lambda: {(how,): generation.recovered[how] for how in ("retried", "continued", "adopted", "regenerated")},
+    )
     metrics.gauge("requests_running", "Requests in the cluster", lambda: desk.running)
     metrics.gauge("requests_waiting", "Requests that wait for admission", lambda: desk.waiting)
     metrics.gauge("admission_waiting_tokens", "Uncached tokens that wait for admission", lambda: desk.waiting_tokens)
