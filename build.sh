@@ -141,7 +141,9 @@ install() {
     pip_install -c "$constraints" -e '.[demo,dev]'
     # Its metadata asks for a CUDA torch, which it does not need.
     pip_install --no-deps nixl-cu12==1.5.1
-    "$VENV/bin/python" -c 'import torch, nixl_cu12, headrace' || die "the environment in $VENV does not import"
+    # Likewise for a CUDA triton, and for transformers, of which it uses nothing here.
+    pip_install --no-deps xgrammar==0.2.9
+    "$VENV/bin/python" -c 'import torch, nixl_cu12, xgrammar, headrace' || die "the environment in $VENV does not import"
     # Compiled where they run, now instead of at the first model's start. Without them torch serves, several times slower.
     say "Compiling the C++ kernels"
     command -v g++ >/dev/null || apt_install g++ || true

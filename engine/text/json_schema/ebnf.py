@@ -1,0 +1,74 @@
+"""Rules of one grammar in xgrammar's EBNF, under names that are drawn once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+MOST_RULES = 20_000
+COMMON = r"""comma ::= "," " "?
+colon ::= ":" " "?
+control ::= "\\" [bfnrt] | "\\u000" [0-7be-f] | "\\u001" [0-9a-f]
+char ::= [^"\\\u0000-\u001f] | "\\" ["\\] | control
+any_string ::= "\"" char* "\""
+any_number ::= "-"? ("0" | [1-9] [0-9]*) ("." [0-9]+)? ([eE] [+\-]? [0-9]+)?
+any_array ::= "[" (any (comma any)*)? "]"
+any_object ::= "{" (any_string colon any (comma any_string colon any)*)? "}"
+any ::= any_object | any_array | any_string | any_number | "true" | "false" | "null"
+"""
+"""What stands in every grammar. Text is compact JSON, but one space may follow a comma or a colon: models like it."""
+
+
+class TooManyRules(ValueError):
+    """The grammar grows beyond reason."""
+
+
+class Rules:
+    """Made in any order; `text` puts the root first."""
+
+    def __init__(self) -> None:
+        self._rules: dict[str, str] = {}
+
+    def name(self, kind: str) -> str:
+        """A fresh name."""
+        if len(self._rules) >= MOST_RULES:
+            raise TooManyRules(f"it needs more than {MOST_RULES} rules")
+        name = f"{kind}{len(self._rules)}"
+        self._rules[name] = ""
+        return name
+
+    def set(self, name: str, branches: Iterable[str]) -> None:
+        """The rule's alternatives."""
+        self._rules[name] = " | ".join(dict.fromkeys(branches))
+
+    def make(self, kind: str, branches: Iterable[str]) -> str:
+        """A fresh rule."""
+        name = self.name(kind)
+        self.set(name, branches)
+        return name
+
+    def text(self, root: str) -> str:
+        rules = "".join(f"{name} ::= {body}\n" for name, body in self._rules.items())
+        return f"root ::= {root}\n{COMMON}{rules}"
+
+
+def quoted(text: str) -> str:
+    """A literal of the grammar."""
+    out = "".join(_in_literal(char) for char in text)
+    return f'"{out}"'
+
+
+def _in_literal(char: str) -> str:
+    if char in '"\\':
+        return f"\\{char}"
+    return char if char.isprintable() and ord(char) < 0x7F else _code(char)
+
+
+def in_class(char: str) -> str:
+    """A character inside [ ]."""
+    return char if char.isalnum() and ord(char) < 128 else _code(char)
+
+
+def _code(char: str) -> str:
+    # Not \\x…, which takes all hexadecimal digits that follow.
+    code = ord(char)
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -1,0 +1,112 @@
+"""Strings of a schema as rules: the automaton of their code points, each written as compact JSON writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+from interegular.fsm import FSM, anything_else
+
+from headrace.engine.text.json_schema.alternatives import String
+from headrace.engine.text.json_schema.ebnf import Rules, in_class, quoted
+from headrace.engine.text.json_schema.formats import pattern_of
+from headrace.engine.text.json_schema.patterns import automaton, checked
+from headrace.engine.text.json_schema.values import string_text
+
+_CONTROLS = frozenset(map(chr, range(0x20)))
+_ESCAPED = frozenset({'"', "\\"}) | _CONTROLS
+"""Characters that JSON text cannot hold as they are."""
+
+
+def language(one: String, without: Iterable[str] = ()) -> FSM | None:
+    """Automaton of the strings, None where their length alone is bounded. `without`: single strings that are not in it.
+    Raises SchemaRefused for an expression that cannot be made one."""
+    gone = [*without, *(text for text in one.excluded if isinstance(text, str))]
+    parts = [automaton(pattern) for pattern in sorted(one.patterns)]
+    parts += [automaton(pattern_of(name), anchored=True) for name in sorted(one.formats)]
+    parts += [automaton(pattern).everythingbut() for pattern in sorted(one.not_patterns)]
+    if gone:
+        parts.append(automaton("|".join(f"(?:{_escape(text)})" for text in gone), anchored=True).everythingbut())
+    if not parts:
+        return None
+    if one.least or one.most is not None:
+        parts.append(
+            automaton(
+                f"(?:.|[\\n\\r\\u2028\\u2029]){{{one.least},{'' if one.most is None else one.most}}}", anchored=True
+            )
+        )
+    met = parts[0]
+    for part in parts[1:]:
+        met = checked((met & part).reduce())
+    return met
+
+
+def string_rule(one: String, rules: Rules, without: Iterable[str] = ()) -> str | None:
+    """An expression for the JSON text of the strings; None when there are none."""
+    met = language(one, without)
+    if met is None:
+        if one.least == 0 and one.most is None:
+            return "any_string"
+        bounds = f"{{{one.least},{'' if one.most is None else one.most}}}"
+        return f'"\\"" char{bounds} "\\""' if one.most != 0 else '"\\"\\""'
+    if met.empty():
+        return None
+    return f'"\\"" {_states(met, rules)}'
+
+
+def _states(made: FSM, rules: Rules) -> str:
+    """A right-linear rule per state that can still accept; the closing quote stands in the accepting ones."""
+    live = {state for state in made.states if made.islive(state)}
+    names = {state: rules.name("s") for state in live}
+    for state in live:
+        targets: dict[Any, list[int]] = {}
+        for symbol, target in made.map.get(state, {}).items():
+            if target in live:
+                targets.setdefault(target, []).append(symbol)
+        branches = ['"\\""'] if state in made.finals else []
+        for target, symbols in targets.items():
+            branches += [f"{piece} {names[target]}" for piece in _characters(made, symbols)]
+        rules.set(names[state], branches)
+    return names[made.initial]
+
+
+def _characters(made: FSM, symbols: list[int]) -> list[str]:
+    """Expressions for one character of these symbols in JSON text."""
+    listed: set[str] = set()
+    inverted = False
+    for symbol in symbols:
+        for char in made.alphabet.by_transition[symbol]:
+            if char is anything_else:
+                inverted = True
+            else:
+                listed.add(char)
+    if inverted:
+        everywhere = {
+            char for chars in made.alphabet.by_transition.values() for char in chars if char is not anything_else
+        }
+        gone = everywhere - listed
+        return [f"[^{_ranges(gone | _ESCAPED)}]", *_written(_ESCAPED - gone)]
+    plain = _ranges(listed - _ESCAPED)
+    return [*([f"[{plain}]"] if plain else []), *_written(listed & _ESCAPED)]
+
+
+def _ranges(some: AbstractSet[str]) -> str:
+    chars, out, start = sorted(some), [], 0
+    for place in range(1, len(chars) + 1):
+        if place == len(chars) or ord(chars[place]) != ord(chars[place - 1]) + 1:
+            first, last = chars[start], chars[place - 1]
+            out.append(in_class(first) if first == last else f"{in_class(first)}-{in_class(last)}")
+            start = place
+    return "".join(out)
+
+
+def _written(chars: AbstractSet[str]) -> list[str]:
+    """Expressions for characters that are escaped; all the control characters have a common rule."""
+    whole = chars >= _CONTROLS
+    rest = sorted(chars - _CONTROLS if whole else chars)
+    return [*(quoted(string_text(char)[1:-1]) for char in rest), *(["control"] if whole else [])]
+
+
+def _escape(text: str) -> str:
+    return "".join(f"\\u{{{ord(char):x}}}" for char in text)
