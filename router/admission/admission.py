@@ -92,7 +92,9 @@ class Admission:
         if request not in self._unplaced:
             return Changes()
         self._unplaced.discard(request)
-        self._records[request].refused_at = None
+        record = self._records[request]
+        record.refused_at, record.placed_at = None, now
+        self._drain.began(now)
         if self._window is not None:
             self._window += 1
         return Changes(self._start(now))
@@ -101,6 +103,9 @@ class Admission:
         """No decode rank had room for a started request: it waits again. Raises NoPlace when it may not, and then it is
         not inside any more."""
         record = self._records[request]
+        if record.placed_at is not None:
+            self._drain.gave_back(record.placed_at)
+            record.placed_at = None
         ticket = record.ticket
         since = record.refused_at = now if record.refused_at is None else record.refused_at
         until = since + self._limits.room_wait_s
@@ -134,8 +139,8 @@ class Admission:
         """The request is over, or gave up waiting. Unknown ones are no error."""
         record = self._records.get(request)
         if record is not None:
-            if record.running and request not in self._unplaced:
-                self._drain.ended(record.charged, now)
+            if record.placed_at is not None:
+                self._drain.ended(record.charged, record.placed_at, now)
             self._unplaced.discard(request)
             self._remove(record)
         return Changes(self._start(now))

@@ -51,6 +51,8 @@ class Record:
     running: bool = False
     refused_at: float | None = None
     """When decode first had no room for it."""
+    placed_at: float | None = None
+    """When decode promised it room."""
 
 
 class Tier:

@@ -196,6 +196,24 @@ def test_retry_after_follows_the_rate_and_the_place_in_line() -> None:
     assert len({round(delay, 3) for delay in many}) == 20
 
 
+def test_retry_after_does_not_grow_by_itself() -> None:
+    """L12: a cluster that was full for a moment and idle since drains little, since little comes. That is no reason to
+    call those that were refused late."""
+    admission = Admission(AdmissionLimits(max_running=10, max_waiting=0))
+    now, told = 0.0, []
+    for number in range(60):
+        slots = [f"{number}/{slot}" for slot in range(10)]
+        for name in slots:
+            admission.enter(ticket(name, tokens=100), now)
+            admission.placed(name, now)
+        if number:
+            told.append(refusal(admission, ticket("x", tokens=100), now + 0.1).retry_after_s)
+        for name in slots:
+            admission.leave(name, now + 0.2)
+        now += 10.0
+    assert max(told) <= 0.2, "ten requests that stay for 0.2 s are 5,000 tokens a second"
+
+
 def test_without_a_rate_the_default_is_spread() -> None:
     admission = Admission(AdmissionLimits(max_running=1, max_waiting=0, default_retry_after_s=1.0))
     admission.enter(ticket("runs"), 0.0)
