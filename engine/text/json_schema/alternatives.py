@@ -18,6 +18,18 @@ ANYTHING: Conjunction = frozenset()
 
 
 @dataclass(frozen=True)
+class Literal:
+    """One value."""
+
+    value: Json = field(compare=False)
+    key: str = ""
+
+    @classmethod
+    def of(cls, value: Json) -> Literal:
+        return cls(value, identity(value))
+
+
+@dataclass(frozen=True)
 class Null:
     """null."""
 
@@ -37,7 +49,7 @@ class Number:
     high_open: bool = False
     steps: frozenset[Decimal] = frozenset()
     not_steps: frozenset[Decimal] = frozenset()
-    excluded: tuple[Json, ...] = ()
+    excluded: tuple[Literal, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,7 @@ class String:
     patterns: frozenset[str] = frozenset()
     not_patterns: frozenset[str] = frozenset()
     formats: frozenset[str] = frozenset()
-    excluded: tuple[Json, ...] = ()
+    excluded: tuple[Literal, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,7 @@ class Array:
     most: int | None = None
     contains: tuple[tuple[Conjunction, int], ...] = ()
     unique: bool = False
-    excluded: tuple[Json, ...] = ()
+    excluded: tuple[Literal, ...] = ()
     finds: bool = False
     """Some contains evaluates the items that it finds, for unevaluatedItems."""
 
@@ -110,25 +122,13 @@ class Object:
     least: int = 0
     most: int | None = None
     name_rules: Conjunction = ANYTHING
-    excluded: tuple[Json, ...] = ()
+    excluded: tuple[Literal, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names that some schema speaks of, in its order: properties, then others that are required."""
         named = [name for part in self.members for name, _ in part.names]
         return tuple(dict.fromkeys((*named, *self.required)))
-
-
-@dataclass(frozen=True)
-class Literal:
-    """One value."""
-
-    value: Json = field(compare=False)
-    key: str = ""
-
-    @classmethod
-    def of(cls, value: Json) -> Literal:
-        return cls(value, identity(value))
 
 
 Alternative = Null | Boolean | Number | String | Array | Object | Literal

@@ -94,7 +94,7 @@ class Emitter:
     def _array(self, one: Array) -> str | None:
         if one.unique and (one.most is None or one.most > 1):
             raise SchemaRefused("no grammar can compare items; use maxItems: 1 or leave it out", "uniqueItems")
-        if any(isinstance(gone, list) for gone in one.excluded):
+        if any(isinstance(gone.value, list) for gone in one.excluded):
             raise SchemaRefused("a single array cannot be taken out", "not")
         if one.contains:
             return self._searched(one)
@@ -158,7 +158,7 @@ class Emitter:
     # --- objects ----------------------------------------------------------------------------------------------
 
     def _object(self, one: Object) -> str | None:
-        if any(isinstance(gone, dict) for gone in one.excluded):
+        if any(isinstance(gone.value, dict) for gone in one.excluded):
             raise SchemaRefused("a single object cannot be taken out", "not")
         named = self._named(one)
         if named is None:

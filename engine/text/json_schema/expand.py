@@ -201,9 +201,9 @@ class Expander:
         values = [value] if schema.keyword == "const" else cast(list[Json], value)
         out: list[Alternative] = []
         for name, kind in KINDS.items():
-            gone = tuple(one for one in values if type_of(one) == name)
+            gone = tuple(Literal.of(one) for one in values if type_of(one) == name)
             if name == "boolean" and gone:
-                out += [Literal.of(one) for one in (True, False) if one not in gone]
+                out += [one for one in (Literal.of(True), Literal.of(False)) if one not in gone]
             elif not gone:
                 out.append(kind())
             elif name != "null":

@@ -25,7 +25,7 @@ MOST_DIGITS = 40
 
 def number_rule(one: Number, rules: Rules) -> str | None:
     """An expression for the texts of the numbers; None when there are none. Raises SchemaRefused."""
-    if any(is_number(gone) for gone in one.excluded):
+    if any(is_number(gone.value) for gone in one.excluded):
         raise SchemaRefused("a single number cannot be taken out of a range", "not")
     if one.low is None and one.high is None and not one.not_steps:
         if not one.steps:

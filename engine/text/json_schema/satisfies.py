@@ -30,7 +30,7 @@ def satisfies(value: Json, one: Alternative, expand: Expand) -> bool:
     if isinstance(one, Literal):
         return identity(value) == one.key
     excluded = getattr(one, "excluded", ())
-    if any(identity(value) == identity(gone) for gone in excluded):
+    if any(identity(value) == gone.key for gone in excluded):
         return False
     match one:
         case Null():

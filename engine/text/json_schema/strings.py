@@ -22,7 +22,7 @@ _ESCAPED = frozenset({'"', "\\"}) | _CONTROLS
 def language(one: String, without: Iterable[str] = ()) -> FSM | None:
     """Automaton of the strings, None where their length alone is bounded. `without`: single strings that are not in it.
     Raises SchemaRefused for an expression that cannot be made one."""
-    gone = [*without, *(text for text in one.excluded if isinstance(text, str))]
+    gone = [*without, *(gone.value for gone in one.excluded if isinstance(gone.value, str))]
     parts = [automaton(pattern) for pattern in sorted(one.patterns)]
     parts += [automaton(pattern_of(name), anchored=True) for name in sorted(one.formats)]
     parts += [automaton(pattern).everythingbut() for pattern in sorted(one.not_patterns)]

@@ -152,6 +152,14 @@ def test_one_space_may_follow_commas_and_colons() -> None:
     assert not language.text('{ "a":[1]}')
 
 
+def test_single_values_are_taken_out() -> None:
+    """Of strings; a single number or list no grammar can take out of all of them."""
+    language = Language({"not": {"enum": ["b", True, None]}, "type": ["string", "boolean", "null"]})
+    assert [value for value in ("a", "b", True, False, None) if language.value(value)] == ["a", False]
+    with pytest.raises(SchemaRefused, match="a single array"):
+        schema_grammar('{"not": {"enum": ["b", {}, [1]]}}')
+
+
 def test_names_come_in_the_order_of_the_schema() -> None:
     language = Language({"properties": {"b": True, "a": True}, "required": ["z"]})
     assert language.text('{"b":1,"a":2,"z":3,"q":4}')
