@@ -34,6 +34,8 @@ ROOM = RANKS * SLOTS
 PATIENCE_S = 180.0
 """Bound of every wait; nothing is asserted about how long it took."""
 _LOAD = ("load.block_tokens=16", "load.native_kernels=false")
+_PATIENT = (f"engine.pause_spill_s={2 * PATIENCE_S}", f"engine.pause_end_s={4 * PATIENCE_S}")
+"""The clients do not read, and that is what holds their slots."""
 _ENGINE = ("engine.kv_bytes=16777216", "engine.max_batched_tokens=64", "engine.snapshot_fraction=0.3")
 _ROUTER = ("router.credit_tokens=2", f"admission.capacity_wait_seconds={PATIENCE_S}")
 
@@ -69,7 +71,7 @@ def members(queues: tuple[int, ...] = (0, QUEUE)) -> list[Member]:
         for side in "ab"
     ]
     prefill = Member("prefill-0", "prefill", (*_LOAD, *_ENGINE))
-    decode_sets = (*_LOAD, *_ENGINE, f"engine.max_sequences={SLOTS}", "decode.landing_bytes=8MB")
+    decode_sets = (*_LOAD, *_ENGINE, *_PATIENT, f"engine.max_sequences={SLOTS}", "decode.landing_bytes=8MB")
     decodes = [Member(f"decode-{index}", "decode", decode_sets) for index in range(RANKS)]
     return [*routers, prefill, *decodes]
 

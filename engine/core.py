@@ -30,6 +30,7 @@ from headrace.engine.messages import (
     ReplyT,
 )
 from headrace.engine.model import Model
+from headrace.engine.pauses import Pauses
 from headrace.engine.replay import least_keep_tokens, plan_replay
 from headrace.engine.reports import EngineStatus, StepWork, engine_status
 from headrace.engine.request import EngineRequest, RequestKey, RequestLimits, check_request
@@ -86,6 +87,7 @@ class Engine:
             on_admitted=self._admitted,
             on_lost=self._lost_for_want_of_images,
         )
+        self.pauses = Pauses(settings, self.scheduler)
         self.runner = StepRunner(model, pool, settings)
         self.limits = RequestLimits(
             vocab_size=model.vocab_size,
@@ -175,13 +177,14 @@ class Engine:
         return self.scheduler.has_work
 
     def next_expiry(self) -> float | None:
-        """The earliest deadline or lease end of a live request or load, on the clock."""
-        times = [time for live in self.ledger for time in _expiries(live)]
+        """The earliest deadline, lease end or change of a pause of a live request, or end of a load, on the clock."""
+        times = [time for live in self.ledger for time in self._expiries(live)]
         loads = self.memory.loads.next_expiry()
         return min(times if loads is None else [*times, loads], default=None)
 
     def expire(self) -> bool:
-        """End requests whose deadline passed (L6), and those whose holder is dead by its silence (L8); whether any."""
+        """End requests whose deadline passed (L6), those whose holder is dead by its silence (L8), and those whose
+        client has not read for too long; whether any."""
         now = self.clock()
         before = len(self.ledger)
         self.memory.loads.expire(now)
@@ -192,6 +195,9 @@ class Engine:
             elif live.lease_until is not None and live.lease_until <= now:
                 dead = EngineError(ErrorCode.CANCELLED, "the lease was not renewed; its holder counts as dead")
                 self.end(live, FinishReason.CANCELLED, dead)
+            elif self.pauses.watch(live, now):
+                slow = f"nothing of it was taken for {self.settings.pause_end_s:g} s; ask anew and read on"
+                self.end(live, FinishReason.ERROR, EngineError(ErrorCode.TOO_SLOW, slow))
         return len(self.ledger) < before
 
     def step(self) -> bool:
@@ -342,6 +348,6 @@ class Engine:
             else:
                 self.prefill_tokens += chunk.length
 
-
-def _expiries(live: LiveRequest) -> list[float]:
-    return [time for time in (live.request.deadline, live.lease_until) if time is not None]
+    def _expiries(self, live: LiveRequest) -> list[float]:
+        times = (live.request.deadline, live.lease_until, self.pauses.next_change(live))
+        return [time for time in times if time is not None]

@@ -130,7 +130,7 @@ class DecodeRole(WholeRole):
         longest = request.prompt_length + request.max_tokens
         live = engine.prepare(request, width=request.n, longest=longest, computes=command.compute_here)
         retry = engine.settings.retry_after_s
-        if engine.scheduler.preempted:
+        if engine.scheduler.returning:
             raise overloaded("preempted requests wait for memory and come first", retry)
         if not command.compute_here:
             self._check_landing(live)
@@ -159,8 +159,9 @@ class DecodeRole(WholeRole):
         return Reserved(live.key, live.held_blocks, handle, self.engine.settings.lease_s)
 
     def _booked(self) -> int:
-        """Choices that hold a slot or wait for it after a preemption, from the live requests alone."""
-        return sum(live.width - len(live.reasons) for live in self.engine.ledger)
+        """Choices that hold a slot or wait for it after a preemption, from the live requests alone. Those that were
+        spilled as their client reads slowly have given it up."""
+        return sum(live.width - len(live.reasons) for live in self.engine.ledger if not live.set_aside)
 
     def _book_computing(self, live: LiveRequest) -> None:
         """Memory for a prompt that is computed here, at once and whole. It takes part in steps like one that was

@@ -14,6 +14,8 @@ class ErrorCode(enum.Enum):
     """The request needs more than this worker has even when empty; a larger one may serve it."""
     RESOURCE_EXHAUSTED = "resource_exhausted"
     """Overload: the same request may be sent again after a delay (L12)."""
+    TOO_SLOW = "too_slow"
+    """The client has not taken for too long what was made for it; it may ask anew."""
     ABORTED = "aborted"
     """A higher attempt of the same request exists (L16)."""
     NOT_FOUND = "not_found"

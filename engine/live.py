@@ -8,7 +8,7 @@ from headrace.engine.messages import FinishReason, PromptCounts, Timings
 from headrace.engine.replay import ReplayPlan
 from headrace.engine.request import EngineRequest, RequestKey
 from headrace.engine.seeds import choice_seed
-from headrace.engine.sequence import Sequence
+from headrace.engine.sequence import Sequence, State
 
 
 @dataclass(eq=False)
@@ -30,6 +30,8 @@ class LiveRequest:
     """Tail rows of choices 1 … n − 1, booked with the prompt so that the fork cannot fail."""
     spare_slots: list[int] = field(default_factory=list)
     credit_limit: int | None = None
+    paused_at: float | None = None
+    """Since when it has had no credit, on the engine's clock (pauses.py)."""
     sampled: int = 0
     """Tokens sampled here, over all choices."""
     preemptions: int = 0
@@ -69,6 +71,13 @@ class LiveRequest:
     @property
     def has_credit(self) -> bool:
         return self.credit_limit is None or self.sampled < self.credit_limit
+
+    @property
+    def set_aside(self) -> bool:
+        """Paused for want of credit, and out of the pool."""
+        return self.paused_at is not None and all(
+            sequence.state in (State.QUEUED, State.ENDED) for sequence in self.sequences
+        )
 
     @property
     def prompt_counted(self) -> int:

@@ -81,6 +81,11 @@ class Scheduler:
         return sum(1 for sequence in self._queue if sequence.started)
 
     @property
+    def returning(self) -> int:
+        """Of the preempted, those that will run as soon as there is memory. The others wait for their readers."""
+        return sum(1 for sequence in self._queue if sequence.started and sequence.live.has_credit)
+
+    @property
     def has_work(self) -> bool:
         """Whether a step might do something now."""
         return any(sequence.live.has_credit for sequence in (*self.running, *self._queue))

@@ -60,6 +60,11 @@ class EngineSettings:
     )
     capture_decode: bool = described(True, "CUDA: replay decode steps as captured graphs. Other devices ignore it.")
     lease_s: float = described(5.0, "Time to live of a reservation between two renewals (L8).")
+    pause_spill_s: float = described(
+        5.0,
+        "How long a request that is paused, as its client reads slowly, keeps its rows and slot; then it is spilled.",
+    )
+    pause_end_s: float = described(30.0, "How long it may be paused at all; then it ends with RESOURCE_EXHAUSTED.")
     retry_after_s: float = described(0.5, "Delay told to clients that are refused for overload (L12).")
 
     def __post_init__(self) -> None:
@@ -76,6 +81,7 @@ class EngineSettings:
         require(self.keep_tokens is None or self.keep_tokens >= 1, "keep_tokens", "must be at least 1")
         require(all(size >= 1 for size in self.decode_buckets), "decode_buckets", "must hold sizes of at least 1")
         require(self.lease_s > 0, "lease_s", "must be above 0")
+        require(0 < self.pause_spill_s < self.pause_end_s, "pause_spill_s", "must be above 0 and below pause_end_s")
         require(self.retry_after_s > 0, "retry_after_s", "must be above 0")
         # Decode rows of every choice must fit a step and leave prefill some of it.
         if self.max_batched_tokens <= self.max_sequences:

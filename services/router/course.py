@@ -36,7 +36,15 @@ from headrace.services.router.tenants import Tenant
 from headrace.services.router.workers import Workers
 from headrace.services.runtime import logs
 from headrace.services.runtime.clock import Clock
-from headrace.services.runtime.errors import Aborted, HeadraceError, Internal, ResourceExhausted, Unavailable
+from headrace.services.runtime.errors import (
+    READER,
+    Aborted,
+    DeadlineExceeded,
+    HeadraceError,
+    Internal,
+    ResourceExhausted,
+    Unavailable,
+)
 from headrace.v1 import inference_pb2
 
 _log = logs.get(__name__)
@@ -138,7 +146,7 @@ class Course:
                         yield response
                 return
             except HeadraceError as error:
-                failure = error
+                failure = self._told(error)
             finally:
                 if reservation is not None:
                     self._means.attempts.abandon(reservation)
@@ -240,9 +248,20 @@ class Course:
             # Whatever it was, prefill may have failed for want of the embeddings; a sound encoder has them still.
             images.gone.set()
 
+    def _told(self, failure: HeadraceError) -> HeadraceError:
+        """What the client is told of it: once the deadline has passed, workers end the request each in its own words,
+        as that the other one has no reservation any more."""
+        if self._means.clock.monotonic() < self._deadline or isinstance(failure, Overtaken | DeadlineExceeded):
+            return failure
+        late = DeadlineExceeded("the deadline passed at the workers")
+        late.__cause__ = failure
+        return late
+
     def _may_go_on(self, part: Part, failure: HeadraceError, *, placed: bool) -> bool:
         """Whether another attempt may do better. A newer attempt elsewhere is the end of this one (L16)."""
         limits, now = self._means.limits, self._means.clock.monotonic()
+        if isinstance(failure, ResourceExhausted) and failure.field == READER:
+            return False
         if isinstance(failure, Overtaken) or part.tries >= limits.max_attempts or now >= self._deadline:
             return False
         if placed:

@@ -27,6 +27,8 @@ def from_engine(error: EngineError) -> errors.HeadraceError:
     """The typed error that a caller sees for an engine's refusal or failure."""
     if error.code is ErrorCode.RESOURCE_EXHAUSTED:
         return errors.ResourceExhausted(error.message, retry_after_s=error.retry_after_s or DEFAULT_RETRY_S)
+    if error.code is ErrorCode.TOO_SLOW:
+        return errors.ResourceExhausted(error.message, retry_after_s=DEFAULT_RETRY_S, field=errors.READER)
     return _CLASSES[error.code](error.message)
 
 

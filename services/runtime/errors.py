@@ -86,6 +86,10 @@ class NotFound(HeadraceError):
     code = common_pb2.ERROR_CODE_NOT_FOUND
 
 
+READER: Final = "reader"
+"""Field of a ResourceExhausted that ended a request as its own client read too slowly: nobody else can do better."""
+
+
 class ResourceExhausted(HeadraceError):
     """Overload: a bounded queue or pool is full. Always says when to try again (L12)."""
 
