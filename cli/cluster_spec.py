@@ -26,6 +26,7 @@ SECTION_ROLES: Final[Mapping[str, tuple[str, ...]]] = {
     "front": ("router",),
     "tokens": ("router",),
     "limits": ("router",),
+    "fetch": ("router",),
     "admission": ("router",),
     "balance": ("router",),
     "index": ("router",),

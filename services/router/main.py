@@ -15,6 +15,7 @@ from headrace.services.router.admission import AdmissionDesk
 from headrace.services.router.adoption import Adoption
 from headrace.services.router.attempt import Attempts
 from headrace.services.router.caches import ClusterCaches
+from headrace.services.router.fetch import ImageFetcher
 from headrace.services.router.generate import Generation
 from headrace.services.router.images import ImageStage
 from headrace.services.router.key_stores import KeyStoreError, open_keys
@@ -107,9 +108,11 @@ async def _start(settings: RouterSettings, folder: Path, tenants: Tenants, life:
     life.on_close("registry", registry.close)
     await _follow_credentials(settings, process, tenants)
     limiter = _limiter(settings, process, registry)
+    fetcher = ImageFetcher(settings.fetch, int(settings.requests.max_image_bytes))
+    life.on_close("image-fetch", fetcher.close)
     process.server.add(
         inference_pb2_grpc.add_InferenceServiceServicer_to_server,
-        InferenceServicer(settings, model, tenants, generation, workers, limiter),
+        InferenceServicer(settings, model, tenants, generation, workers, limiter, fetcher),
         inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
         admits=("Generate",),
     )

@@ -10,6 +10,7 @@ from typing import Any
 import grpc.aio
 
 from headrace.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from headrace.services.router.fetch import ImageFetcher
 from headrace.services.router.generate import Generation
 from headrace.services.router.limits import Limiter
 from headrace.services.router.model import ServedModel
@@ -35,7 +36,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         generation: Generation,
         workers: Workers,
         limiter: Limiter,
+        fetcher: ImageFetcher,
     ) -> None:
+        self._fetcher = fetcher
         self._settings = settings
         self._limiter = limiter
         self._tenants = tenants
@@ -48,13 +51,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """See inference.proto."""
         tenant = self._tenants.caller(context.invocation_metadata())
-        async with (
-            self._limiter.request(tenant, request) as charge,
-            aclosing(self._generation.run(request, tenant, context.time_remaining())) as responses,
-        ):
-            async for response in responses:
-                charge.see(response)
-                yield response
+        async with self._limiter.request(tenant, request) as charge:
+            await self._fetcher.fill(request.prompt, self._settings.requests.max_images, context.time_remaining())
+            async with aclosing(self._generation.run(request, tenant, context.time_remaining())) as responses:
+                async for response in responses:
+                    charge.see(response)
+                    yield response
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: _Context

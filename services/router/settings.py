@@ -118,6 +118,23 @@ class RouterSection(Section):
         return self
 
 
+class FetchSection(Section):
+    """Images by address (L26): whether, from where and how long. Private addresses are never fetched from."""
+
+    enabled: bool = False
+    """Fetch images that a request names by address. Off: their bytes have to be sent."""
+    schemes: tuple[Literal["https", "http"], ...] = ("https",)
+    """Schemes that are fetched; `data:` addresses are taken whenever fetching is on."""
+    ports: tuple[int, ...] = (443,)
+    """Ports that are fetched from."""
+    timeout_seconds: float = Field(default=10.0, gt=0)
+    """For all images of a request together, redirects included."""
+    max_redirects: int = Field(default=3, ge=0, le=10)
+    """Each is checked like the first address."""
+    max_at_once: int = Field(default=32, ge=1)
+    """Images that are fetched at once by this router; more are refused (L12)."""
+
+
 class LimitsSection(Section):
     """Where the limits of tenants are counted (docs/operate.md, Tenants)."""
 
@@ -215,6 +232,7 @@ class RouterSettings(ServiceSettings):
 
     router: RouterSection = RouterSection()
     limits: LimitsSection = LimitsSection()
+    fetch: FetchSection = FetchSection()
     tokens: TokenSection = TokenSection()
     front: FrontSettings = FrontSettings()
     balance: BalanceSection = BalanceSection()
