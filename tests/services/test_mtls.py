@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
 import socket
@@ -25,6 +26,7 @@ from headrace.cli.cluster_spec import ClusterSpec
 from headrace.cli.local_cluster import LocalCluster
 from headrace.cli.model import make
 from headrace.services.router.api_keys import KeyRole, KeysDocument, mint
+from headrace.services.router.key_stores import FileKeys
 from headrace.services.runtime.errors import HeadraceError, PermissionDenied, Unauthenticated, Unavailable
 from headrace.services.runtime.peers import Peer, PeerRole
 from headrace.v1 import (
@@ -253,6 +255,33 @@ def test_certificates_rotate_while_requests_run(secured: Secured) -> None:
     assert ask(secured.cluster.router, identity(secured.folder, "client"), secured.key).usage is not None
     assert [child.pid for child in secured.cluster.children] == pids
     secured.cluster.check()
+
+
+def test_a_revoked_key_is_refused_by_the_running_router(secured: Secured) -> None:
+    """Through the commands: created, used, revoked, UNAUTHENTICATED, and nothing restarts."""
+    store = FileKeys(secured.cluster.run_dir.parent / "keys.json")
+    key, record = mint(KeyRole.TENANT, "umbrella")
+    asyncio.run(store.update(lambda document: document.with_key(record)))
+    client = identity(secured.folder, "client")
+
+    def said() -> str:
+        with RouterClient(secured.cluster.router, api_key=key, tls=client) as router:
+            try:
+                router.models()
+            except Unauthenticated as error:
+                return str(error)
+        return "taken"
+
+    def until(words: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while words not in said():
+            assert time.monotonic() < deadline, f"the router does not say {words!r}"
+            time.sleep(0.05)
+
+    until("taken")
+    asyncio.run(store.update(lambda document: document.without(record.id, time.time())))
+    until("revoked")
+    assert ask(secured.cluster.router, client, secured.key).usage is not None
 
 
 def test_logs_hold_no_key(secured: Secured) -> None:
