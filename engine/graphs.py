@@ -8,6 +8,9 @@ so a replay gives the bytes that the eager step over the same shapes gives.
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +29,19 @@ def powers_of_two(largest: int) -> tuple[int, ...]:
     while sizes[-1] * 2 < largest:
         sizes.append(sizes[-1] * 2)
     return (*sizes, largest) if largest > 1 else (1,)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """No automatic collection of garbage, in any thread: graphs of an engine that is gone may be in it, and their
+    destruction spoils a capture that goes on."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +116,7 @@ class DecodeGraphs:
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # thread_local: the transfer thread may allocate and synchronise meanwhile.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        mode = "thread_local"
+        with no_collection(), torch.cuda.graph(graph, pool=self._memory, capture_error_mode=mode):
             logits = self._model.forward(bounded, self._pool)
         return _Captured(graph, bounded, logits)
