@@ -180,6 +180,8 @@ class RequestJournal:
 
     def _shrink(self) -> None:
         over = sum(choice.tokens for choice in self._choices) - self._most_tokens
+        if over <= 0:
+            return
         for choice in sorted(self._choices, key=lambda each: -each.tokens):
             if over <= 0:
                 return
