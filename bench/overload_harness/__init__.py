@@ -1,0 +1,1 @@
+"""Clients of bench.overload, and what its processes' memory does meanwhile."""
