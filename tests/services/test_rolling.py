@@ -13,7 +13,8 @@ import pytest
 
 from headrace.cli import role
 from headrace.cli.ask import Answer, gather, token_prompt
-from headrace.cli.client import RouterClient, drain_replica
+from headrace.cli.client import RouterClient, change_role, drain_replica
+from headrace.cli.client_tls import ENV_IDENTITY, OPERATOR, TLS_FOLDER
 from headrace.cli.cluster_spec import ClusterSpec
 from headrace.cli.exits import CliError
 from headrace.cli.local_cluster import LocalCluster
@@ -160,3 +161,21 @@ def test_the_last_one_of_a_role_stays(cluster: LocalCluster) -> None:
     with pytest.raises(CliError, match="no replica 'prefill-9'"):
         role.role(router, None, "prefill-9", "decode", wait_s=3, force=False, as_json_text=False)
     role.role(router, None, "prefill-1", "prefill", wait_s=3, force=False, as_json_text=False)
+
+
+def test_a_role_changes_under_tls(v3_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L25: a worker's certificate is good for both roles, and for no other replica; without one nobody changes it."""
+    spec = ClusterSpec(v3_folder, {"prefill": 1, "decode": 2}, sets=SETS, tls=True)
+    with LocalCluster(spec, run_dir=tmp_path / "run") as cluster:
+        address = cluster.child("decode-1").address
+        assert address is not None
+        with pytest.raises(HeadraceError):
+            change_role(address, common_pb2.ROLE_PREFILL, 1.0)
+        monkeypatch.setenv(ENV_IDENTITY, str(tmp_path / "run" / TLS_FOLDER / OPERATOR))
+        for wanted in ("prefill", "decode"):
+            role.role(cluster.router, None, "decode-1", wanted, wait_s=3, force=False, as_json_text=False)
+            cluster_has = roles(cluster)
+            while cluster_has.get("decode-1") != role.ROLES[wanted]:
+                cluster_has = roles(cluster)
+            answers = [gather(cluster.client.generate(request(index), timeout_s=120)) for index in range(4)]
+            assert [answer.choice(0).reason for answer in answers] == ["length"] * 4
