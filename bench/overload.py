@@ -31,7 +31,7 @@ from headrace.cli.local_cluster import LocalCluster
 from headrace.cli.model import make
 
 SLOTS, QUEUE, FACTOR = 8, 16, 2.0
-LIMITS = {"tpot_ratio": 1.25, "goodput_ratio": 0.9, "rss_ratio": 1.05, "recovery_s": 5.0}
+LIMITS = {"tpot_ratio": 1.25, "goodput_ratio": 0.9, "rss_ratio": 1.05, "recovery_s": 10.0}
 SETS = (
     f"engine.max_sequences={SLOTS}",
     "engine.kv_bytes=16777216",

@@ -179,3 +179,15 @@ def test_a_role_changes_under_tls(v3_folder: Path, tmp_path: Path, monkeypatch: 
                 cluster_has = roles(cluster)
             answers = [gather(cluster.client.generate(request(index), timeout_s=120)) for index in range(4)]
             assert [answer.choice(0).reason for answer in answers] == ["length"] * 4
+
+
+def test_the_router_comes_back_at_its_address(cluster: LocalCluster) -> None:
+    """L14: it holds the registry: workers register again, under the incarnations that they have."""
+    address, workers = cluster.router, {child.name: child.pid for child in cluster.children[1:]}
+    before = {one.peer.replica_id: one.peer.incarnation for one in cluster.status().members}
+    roll(cluster, plan(cluster.spec, ["router-0"]), lambda event, name: None)
+    assert cluster.router == address
+    assert {child.name: child.pid for child in cluster.children[1:]} == workers
+    assert {one.peer.replica_id: one.peer.incarnation for one in cluster.status().members} == before
+    answer = gather(cluster.client.generate(request(1), timeout_s=120))
+    assert answer.choice(0).reason == "length"
