@@ -26,7 +26,7 @@ from bench._progress import Advance, Phases
 from bench.router_speed_harness.clients import FrontDoor, Seen, channel
 from headrace.cli.client import replica_is_ready
 from headrace.cli.cluster_spec import ClusterSpec
-from headrace.cli.local_cluster import LocalCluster
+from headrace.cli.local_cluster import SECRET_FILE, LocalCluster
 from headrace.v1 import common_pb2, control_pb2
 
 CLIENTS = 4
@@ -170,6 +170,7 @@ def _liar(cluster: LocalCluster, folder: Path, lie: str) -> Iterator[subprocess.
         f"engine.spill_bytes={16 << 20}",
         f"decode.landing_bytes={16 << 20}",
         "load.device=cpu",
+        f"transfer.secret_file={cluster.run_dir / SECRET_FILE}",
     ]
     command = [sys.executable, "-m", "bench.load_faults_harness.mock_reports", "decode", "--lie", lie]
     for item in sets:

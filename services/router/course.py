@@ -37,12 +37,14 @@ from headrace.services.router.workers import Workers
 from headrace.services.runtime import logs
 from headrace.services.runtime.clock import Clock
 from headrace.services.runtime.errors import (
-    READER,
     Aborted,
     DeadlineExceeded,
     HeadraceError,
     Internal,
+    PermissionDenied,
+    READER,
     ResourceExhausted,
+    Unauthenticated,
     Unavailable,
 )
 from headrace.v1 import inference_pb2
@@ -251,6 +253,11 @@ class Course:
     def _told(self, failure: HeadraceError) -> HeadraceError:
         """What the client is told of it: once the deadline has passed, workers end the request each in its own words,
         as that the other one has no reservation any more."""
+        if isinstance(failure, PermissionDenied | Unauthenticated):
+            # Of one process towards another: nothing that the client could change.
+            refused = Unavailable("workers of the cluster refuse one another; the router's log says why, repeat later")
+            refused.__cause__ = failure
+            return refused
         if self._means.clock.monotonic() < self._deadline or isinstance(failure, Overtaken | DeadlineExceeded):
             return failure
         late = DeadlineExceeded("the deadline passed at the workers")

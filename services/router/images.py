@@ -155,6 +155,9 @@ def retry_elsewhere(error: HeadraceError) -> bool:
         common_pb2.ERROR_CODE_CORRUPT,
         common_pb2.ERROR_CODE_FAILED_PRECONDITION,
         common_pb2.ERROR_CODE_INTERNAL,
+        # Between processes of the cluster: one of them has another secret or certificate. Never the client's fault.
+        common_pb2.ERROR_CODE_PERMISSION_DENIED,
+        common_pb2.ERROR_CODE_UNAUTHENTICATED,
     }
     return error.code in retryable
 

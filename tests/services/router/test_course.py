@@ -26,6 +26,7 @@ from headrace.services.runtime.errors import (
     Aborted,
     HeadraceError,
     InvalidArgument,
+    PermissionDenied,
     ResourceExhausted,
     Unavailable,
 )
@@ -242,6 +243,16 @@ async def test_before_anything_was_sent_the_error_is_raised() -> None:
     with pytest.raises(InvalidArgument):
         await site.run()
     assert site.abandoned == 1
+
+
+async def test_workers_that_refuse_one_another_are_not_the_clients_fault() -> None:
+    """L25: one has another secret: somebody else does it, and if nobody can, the client has every right all the same."""
+    refused = PermissionDenied("this was not signed by the cluster")
+    site = Site(fail=lambda asked: (0, refused) if asked.attempt == 1 else None)
+    assert tokens(await site.run()) == {0: WHOLE[0]}
+    assert site.asked[1].avoided == {RankId("decode-0", "1", 0)}
+    with pytest.raises(Unavailable, match="refuse one another"):
+        await Site(fail=lambda asked: (0, refused)).run(max_attempts=2)
 
 
 async def test_a_first_reservation_that_nobody_answers_is_told_at_once() -> None:
