@@ -37,12 +37,12 @@ from headrace.services.router.workers import Workers
 from headrace.services.runtime import logs
 from headrace.services.runtime.clock import Clock
 from headrace.services.runtime.errors import (
+    READER,
     Aborted,
     DeadlineExceeded,
     HeadraceError,
     Internal,
     PermissionDenied,
-    READER,
     ResourceExhausted,
     Unauthenticated,
     Unavailable,

@@ -246,7 +246,7 @@ async def test_before_anything_was_sent_the_error_is_raised() -> None:
 
 
 async def test_workers_that_refuse_one_another_are_not_the_clients_fault() -> None:
-    """L25: one has another secret: somebody else does it, and if nobody can, the client has every right all the same."""
+    """L25: one has another secret: somebody else does it, and if nobody can, the client is told of no missing right."""
     refused = PermissionDenied("this was not signed by the cluster")
     site = Site(fail=lambda asked: (0, refused) if asked.attempt == 1 else None)
     assert tokens(await site.run()) == {0: WHOLE[0]}
