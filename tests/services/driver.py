@@ -170,6 +170,10 @@ class Stream:
         self._kept[identifier.request_id, identifier.attempt] = attached
         self.send(attached)
 
+    def forget(self, identifier: common_pb2.AttemptId) -> None:
+        """Renew its lease no more."""
+        self._kept.pop((identifier.request_id, identifier.attempt), None)
+
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(RENEW_S)

@@ -18,7 +18,7 @@ from headrace.services.runtime.ids import new_incarnation
 from headrace.v1 import common_pb2, prefill_pb2
 from tests.services.cluster import PATIENCE_S, Cluster, WorkerProcess
 from tests.services.conftest import Offline
-from tests.services.driver import Driver, attached, make_request, prompt_of, spec_of
+from tests.services.driver import Driver, attached, make_request, spec_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 ROUNDS = int(os.environ.get("HEADRACE_ROUNDS", "4"))
@@ -26,17 +26,25 @@ LONG = 600
 """Prompt tokens: 15 steps of 40."""
 
 
+def prompt(name: str) -> list[int]:
+    """Of its own from the first token on: nothing of it is cached anywhere."""
+    dice = random.Random(name)
+    return [dice.randrange(3, 250) for _ in range(LONG)]
+
+
 async def freeze_in_mid_push(driver: Driver, name: str) -> tuple[AsyncIterator[prefill_pb2.RunResponse], int]:
-    """Begin a request that nobody renews and stop its prefill when rows are on the way; its call, and how many landing
+    """Begin a request, stop its prefill when rows are on the way, and renew it no more; its call, and how many landing
     rows it was granted."""
-    spec = spec_of(make_request(name, prompt_of(name, LONG)), driver.decode, router=driver.router)
+    spec = spec_of(make_request(name, prompt(name)), driver.decode, router=driver.router)
     reserved = await driver.reserve(spec)
+    driver.stream.keep(spec.id)
     call = driver.run(spec, reserved)
     async for response in call:
         if response.HasField("progress") and response.progress.rows_pushed:
             driver.prefill.send(signal.SIGSTOP)
-            break
-    return call, len(reserved.landing.parts[0].rows)
+            driver.stream.forget(spec.id)
+            return call, len(reserved.landing.parts[0].rows)
+    raise AssertionError("the run ended before it was frozen")
 
 
 async def until_expired(decode: WorkerProcess, rows: int) -> None:
@@ -67,7 +75,7 @@ async def test_a_frozen_prefill_that_wakes_spoils_nobodys_tokens(
                 call, rows = await freeze_in_mid_push(first, f"frozen-{index}")
                 await until_expired(decode, rows)
                 quarantined += sum(pool.quarantined for pool in (await decode.status()).pools) > 0
-                request = make_request(f"next-{index}", prompt_of(f"next-{index}", LONG), max_tokens=24)
+                request = make_request(f"next-{index}", prompt(f"next-{index}"), max_tokens=24)
                 running = asyncio.ensure_future(second.generate(request))
                 await asyncio.sleep(dice.random() * 0.3)
                 frozen.send(signal.SIGCONT)
