@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from functools import partial
+from itertools import count
 
 import torch
 
@@ -165,7 +167,7 @@ async def start(settings: PrefillSettings, lives: WorkerLives, life: Lifecycle) 
         change_role=change_role,
     )
     life.spawn(reporter.run(), "engine-reporter")
-    registry = await process.join(published(), partial(_canary, servicer, link, loaded, life.incarnation, process))
+    registry = await process.join(published(), partial(_canary, servicer, link, loaded, process, count(1)))
     life.spawn(publish_loads(process, reporter.load), "load-publisher")
     for task in tier.tasks(registry):
         life.spawn(task, "cache-peers")
@@ -215,10 +217,11 @@ def _receiver(
 
 
 async def _canary(
-    servicer: PrefillServicer, link: EngineLink, loaded: LoadedModel, incarnation: str, process: ServiceProcess
+    servicer: PrefillServicer, link: EngineLink, loaded: LoadedModel, process: ServiceProcess, attempts: Iterator[int]
 ) -> None:
-    """L18: a small prompt through the whole engine, up to its first token."""
-    request = canary_request(loaded.model, incarnation, process.clock.monotonic() + TIMEOUT_S)
+    """L18: a small prompt through the whole engine, up to its first token; each run is a new attempt of one request."""
+    deadline = process.clock.monotonic() + TIMEOUT_S
+    request = canary_request(loaded.model, process.life.incarnation, deadline, attempt=next(attempts))
     done = servicer.await_done(request.key)
     await link.call(Prefill(request))
     await done

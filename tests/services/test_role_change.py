@@ -155,6 +155,8 @@ async def test_a_drained_worker_takes_work_again(cluster: Cluster) -> None:
             await driver.reserve(spec_of(request, decode))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         await control(decode).Drain(control_pb2.DrainRequest(resume=True), timeout=PATIENCE_S)
+        await control(prefill).Drain(control_pb2.DrainRequest(), timeout=PATIENCE_S)
+        await control(prefill).Drain(control_pb2.DrainRequest(resume=True), timeout=PATIENCE_S)
         assert len((await driver.generate(request)).tokens[0]) == request.max_tokens
 
 
