@@ -14,7 +14,7 @@ from headrace.router.accounts import Amount as Amount
 from headrace.router.columns import Columns, build
 from headrace.router.loads import Loads, Tables
 from headrace.router.ranks import RankNumbers
-from headrace.router.reports import Report, absurdity
+from headrace.router.reports import Report, absurdity, leaps
 from headrace.router.topology import Candidate, RankId, Role
 
 
@@ -42,7 +42,8 @@ class Fleet:
         self._columns: dict[Role, Columns] = {}
         self._data_centres: dict[str, int] = {}
         self._accounts = Accounts(half_life_s)
-        self._steps: dict[int, int] = {}
+        self._steps: dict[int, tuple[int, float]] = {}
+        """By number: step of the last report that was believed, and when it came."""
         self.absurd: dict[RankId, int] = {}
         """Reports that could not be true, of ranks that are still known."""
 
@@ -91,19 +92,23 @@ class Fleet:
     def report(self, rank: RankId, report: Report, now: float, counts: str | None = None) -> bool:
         """A rank's own account. `counts`: key of work that it counts for certain, however young. False: dropped, since
         the rank is unknown, the report older than the last one, or absurd; after an absurd one own knowledge decides
-        until a better one comes (L22)."""
+        until a better one comes (L22). A report that nothing followed for `stale_after_s` makes none older: its step
+        may have been untrue."""
         number = self.numbers.get(rank)
         candidate = self._known.get(number) if number is not None else None
         if number is None or candidate is None:
             return False
-        if absurdity(report, candidate) is not None:
+        last, at = self._steps.get(number, (-1, now))
+        known = last >= 0
+        if absurdity(report, candidate) is not None or (known and leaps(report.step, last, now - at)):
             self.absurd[rank] = self.absurd.get(rank, 0) + 1
             self._accounts.distrust(number)
             return False
-        last = self._steps.get(number, -1)
         if report.step < last:
-            return False
-        self._steps[number] = report.step
+            if now - at <= self.stale_after_s:
+                return False
+            last = -1
+        self._steps[number] = report.step, now
         waiting = report.queued_requests + report.reserved_requests
         # One that has work and does not step says the same over and over: it grows old (L22).
         new = report.step > last or not (report.running_requests or report.queued_requests)

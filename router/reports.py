@@ -9,6 +9,16 @@ from headrace.router.topology import Candidate, Role
 
 LONGEST_QUEUE_S = 3600.0
 """A rank that says its queue takes longer than this is not believed."""
+MOST_REQUESTS = 1 << 20
+"""Requests that run, are promised room or wait at a rank which does not tell how many it takes."""
+MOST_IMAGE_TOKENS = 1 << 40
+"""That wait at an encoder."""
+MOST_STEPS = 1 << 40
+"""Thirty years of a thousand steps a second."""
+STEPS_PER_S = 100_000
+"""No rank steps faster."""
+SPARE_STEPS = 1 << 20
+"""Beyond what the time allows: reports that waited somewhere arrive together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +73,22 @@ def absurdity(report: Report, rank: Candidate) -> str | None:
         waiting = report.queued_requests + report.running_requests
         if report.queued_tokens > max(1, waiting) * rank.context_tokens:
             return f"{report.queued_tokens} tokens wait in {waiting} requests"
+    elif report.queued_tokens > MOST_IMAGE_TOKENS:
+        return f"{report.queued_tokens} image tokens wait"
     if rank.slots and report.slots_used > rank.slots:
         return f"{report.slots_used} slots in use of {rank.slots}"
+    slots = rank.slots or MOST_REQUESTS
+    if max(report.running_requests, report.reserved_requests) > slots:
+        return f"{report.running_requests} requests run, {report.reserved_requests} are promised room, of {slots}"
+    # Preempted requests wait, too, in a queue that takes nobody else.
+    most = rank.queue_requests + slots if rank.queue_requests else MOST_REQUESTS
+    if report.queued_requests > most:
+        return f"{report.queued_requests} requests wait where {most} may"
+    if report.step > MOST_STEPS:
+        return f"step {report.step}"
     return None
+
+
+def leaps(step: int, since: int, seconds: float) -> bool:
+    """Whether a rank that was at step `since` so many seconds ago cannot be at `step` yet."""
+    return step - since > SPARE_STEPS + STEPS_PER_S * max(0.0, seconds)

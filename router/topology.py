@@ -44,6 +44,8 @@ class Candidate:
     row_bytes: int = 0
     slot_bytes: int = 0
     """What goes with a request's rows from prefill to decode."""
+    queue_requests: int = 0
+    """Requests that may wait; 0 where it does not tell."""
 
     def fits(self, prompt_tokens: int, rows: int, choices: int) -> bool:
         """Whether an empty rank could hold the request at all."""

@@ -287,4 +287,5 @@ def _candidate(replica: base.Replica, rank: int, ranks: int) -> Candidate:
         context_tokens=replica.capacity.context_tokens,
         row_bytes=replica.capacity.row_bytes,
         slot_bytes=replica.capacity.slot_bytes,
+        queue_requests=replica.capacity.queue_requests,
     )

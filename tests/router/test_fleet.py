@@ -167,11 +167,19 @@ def test_a_report_that_is_told_over_and_over_grows_old() -> None:
         Report(queue_s=math.inf),
         Report(step_s=math.nan),
         Report(queued_tokens=10**12),
+        Report(running_requests=4_000_000_000),
+        Report(running_requests=5),
+        Report(reserved_requests=5),
+        Report(queued_requests=4_000_000_000),
+        Report(queued_requests=13),
+        Report(step=2**63),
+        Report(step=2**41),
+        Report(step=2**39),
     ],
 )
 def test_absurd_reports_are_not_believed(report: Report) -> None:
     """L22: they degrade to own knowledge, and the next sane one is believed again."""
-    fleet = fleet_of(candidate("a"), candidate("b"))
+    fleet = fleet_of(candidate("a", queue_requests=8), candidate("b"))
     fleet.report(A, Report(kv_tokens=900, step=4), now=0.0)
     fleet.begin(A, "r", Amount(50, requests=1), now=1.0)
     assert not fleet.report(A, report, now=2.0)
@@ -179,6 +187,26 @@ def test_absurd_reports_are_not_believed(report: Report) -> None:
     assert tokens(fleet, 2.0) == [50, 0]
     assert fleet.report(A, Report(kv_tokens=300, step=5), now=3.0)
     assert tokens(fleet, 3.0) == [300, 0]
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_counts_are_bounded_where_a_rank_tells_no_capacity(role: Role) -> None:
+    """L22: also where slots, queue and image tokens have no number of their own."""
+    unlimited = candidate("a", role=role, slots=0)
+    for told in (Report(running_requests=2**21), Report(queued_requests=2**21), Report(queued_tokens=2**63)):
+        fleet = fleet_of(unlimited)
+        assert not fleet.report(A, told, now=0.0)
+        assert fleet.absurd == {A: 1}
+
+
+def test_a_step_that_was_untrue_makes_honest_reports_older_for_a_while_only() -> None:
+    """L22: a first report may say any step; own knowledge decides until it is stale, then the next one is believed."""
+    fleet = fleet_of(candidate("a"), stale_after_s=5.0)
+    assert fleet.report(A, Report(kv_tokens=900, step=2**39), now=0.0)
+    assert not fleet.report(A, Report(kv_tokens=100, step=7), now=5.0)
+    assert fleet.report(A, Report(kv_tokens=100, step=8), now=5.1)
+    assert tokens(fleet, 5.1) == [100]
+    assert fleet.report(A, Report(kv_tokens=200, step=8 + 3_600_000), now=3605.0), "an hour without a report"
 
 
 def test_a_decode_rank_that_forgets_requests_is_not_believed_idle() -> None:
