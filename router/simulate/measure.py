@@ -140,11 +140,12 @@ class Recorder:
     def _sample(self) -> None:
         simulation = self._simulation
         simulation.clock.after(SAMPLE_S, self._sample)
-        if not simulation.decode:
+        alive = [one for one in simulation.decode if one.alive]
+        if not alive:
             return
-        kv = np.concatenate([one.kv for one in simulation.decode if one.alive])
-        requests = np.concatenate([one.requests for one in simulation.decode if one.alive])
-        if len(kv) and kv.any():
+        kv = np.concatenate([one.kv for one in alive])
+        requests = np.concatenate([one.requests for one in alive])
+        if kv.any():
             self._kv.append((float(kv.max() / kv.mean()), float(requests.max() / requests.mean())))
 
     def _window(self) -> None:

@@ -140,6 +140,20 @@ def test_a_dead_decode_ends_its_streams_or_they_go_on(trace: TraceColumns, conti
     assert outcome.failed_attempts > 0
 
 
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_run_goes_on_without_any_decode_replica(trace: TraceColumns, returns: bool) -> None:
+    """L11, L28: what cannot be served has its end too, and there is nothing to compare."""
+    text = '[[event]]\nat = 7.5\ndo = "die"\nreplica = "decode-0"\n'
+    if returns:
+        text += '[[event]]\nat = 9.0\ndo = "return"\nreplica = "decode-0"\n'
+    outcome = run(trace, Cluster(2, 2), scenario=events(text))
+    assert outcome.problems == ()
+    assert sum(outcome.ends.values()) == outcome.arrivals
+    assert ("decode_kv" in outcome.measured.spreads) == returns
+    assert outcome.measured.tpot is not None
+    assert (outcome.measured.tpot.p50 > 0) == returns
+
+
 def test_everything_at_once_and_the_books_still_balance(trace: TraceColumns) -> None:
     """L11 under deaths before detection, returns, slowness, silence, lies and changes of role."""
     script = events(
