@@ -6,7 +6,7 @@ The same objects run in the router service and in the simulator.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -98,6 +98,12 @@ class PairBalancer(Protocol):
 
     def order(self, request: RoutingRequest, match: PrefixMatch, now: float) -> Iterator[Pair]:
         """Best first, as many as are asked for. Empty when no pair can ever hold the request. Raises Rejected."""
+        ...
+
+    def by_decode(
+        self, request: RoutingRequest, match: PrefixMatch, now: float, last: Collection[RankId] = ()
+    ) -> Iterator[Pair]:
+        """The best pair of each decode rank; those with ranks of `last` after the others. Empty and raises as above."""
         ...
 
     def chosen(self, request: RoutingRequest, pair: Pair, now: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,11 +13,11 @@ from headrace.router.balancers.base import Pair
 from headrace.router.balancers.decode import Joint, Projection
 from headrace.router.balancers.link import Links
 from headrace.router.balancers.prefill import Assessment, NewWork
-from headrace.router.columns import Floats, Ints
+from headrace.router.columns import Columns, Floats, Ints
 from headrace.router.fleet import Fleet
 from headrace.router.index.base import PrefixMatch
 from headrace.router.request import RoutingRequest
-from headrace.router.topology import Role
+from headrace.router.topology import RankId, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,39 @@ class JointPair:
                 return self._begun(first, request, match, now)
         return self._all(request, match, now, probe=probe)
 
+    def by_decode(
+        self, request: RoutingRequest, match: PrefixMatch, now: float, last: Collection[RankId] = ()
+    ) -> Iterator[Pair]:
+        """The best pair of each decode rank, best first; those with one rank of `last` after the others, with two at
+        the end. All but the first are found when the second is asked for. Raises Rejected at the call."""
+        first = next(self.order(request, match, now), None)
+        return iter(()) if first is None else self._each(first, request, match, now, last)
+
+    def _each(
+        self, first: Pair, request: RoutingRequest, match: PrefixMatch, now: float, last: Collection[RankId]
+    ) -> Iterator[Pair]:
+        done = None
+        if first.prefill.id not in last and first.decode.id not in last:
+            done = first.decode.id
+            yield first
+        both = self._both(request, match, now, check=False)
+        if both is None:
+            return
+        sources, best, targets = both
+        before, after = _sides(sources, best), self._targets(request, targets)
+        sums = self._sums(request, before, after, now)
+        avoided = _rows_of(sources.columns, last), _rows_of(targets.columns, last)
+        lists = (
+            _stream(target, after[target], before, sums, avoided, shunned)
+            for target in after
+            for shunned in (False, True)
+        )
+        for *_, source_row, row in heapq.merge(*lists):
+            rank = targets.columns.candidates[row]
+            if rank.id != done:
+                choice = sources.choice(source_row, request.prompt_tokens)
+                yield Pair(choice.rank, rank, choice.prediction)
+
     def _begun(self, first: Pair, request: RoutingRequest, match: PrefixMatch, now: float) -> Iterator[Pair]:
         """The first one is known already, and that nobody is to be rejected; the others when they are asked for."""
         yield first
@@ -85,16 +118,23 @@ class JointPair:
     def _all(
         self, request: RoutingRequest, match: PrefixMatch, now: float, *, check: bool = True, probe: int | None = None
     ) -> Iterator[Pair]:
+        both = self._both(request, match, now, check=check, probe=probe)
+        return iter(()) if both is None else self._pairs(request, *both, now)
+
+    def _both(
+        self, request: RoutingRequest, match: PrefixMatch, now: float, *, check: bool, probe: int | None = None
+    ) -> tuple[Assessment, int, Projection] | None:
+        """Both sides, and the row of the best prefill rank; None where one side can hold no such request."""
         sources = self._prefill.assess(request, match, now)
         first = sources.best()
         if first is None:
-            return iter(())
+            return None
         targets = self._decode.project(request, now + float(sources.ttft[first]), now, probe=probe)
         if not targets.fits.any():
-            return iter(())
+            return None
         if check:
             self._decode.check(targets, request, now)
-        return self._pairs(request, sources, first, targets, now)
+        return sources, first, targets
 
     def chosen(self, request: RoutingRequest, pair: Pair, now: float) -> None:
         """The request goes there; its KV is charged to the link that it crosses."""
@@ -119,13 +159,9 @@ class JointPair:
                 yield Pair(choice.rank, targets.columns.candidates[second], choice.prediction)
         before, after = _sides(sources, first), self._targets(request, targets)
         heap: list[tuple[float, float, int, int, int, int]] = []
-        sums: dict[tuple[int, int], float] = {}
-        for source in before:
-            for target in after:
-                if source != target and not self._policy.neighbours:
-                    continue
-                sums[source, target] = self._crossing(request, source, target, now)
-                heapq.heappush(heap, _entry(before, after, sums, source, target, 0, 0))
+        sums = self._sums(request, before, after, now)
+        for source, target in sums:
+            heapq.heappush(heap, _entry(before, after, sums, source, target, 0, 0))
         while heap:
             _, _, source, target, i, j = heapq.heappop(heap)
             ours, theirs = before[source], after[target]
@@ -137,6 +173,17 @@ class JointPair:
                 heapq.heappush(heap, _entry(before, after, sums, source, target, i, j + 1))
             if j == 0 and i + 1 < len(ours.rows):
                 heapq.heappush(heap, _entry(before, after, sums, source, target, i + 1, 0))
+
+    def _sums(
+        self, request: RoutingRequest, before: Collection[int], after: Collection[int], now: float
+    ) -> dict[tuple[int, int], float]:
+        """Seconds of the link between every two data centres that a request may have its two sides in."""
+        return {
+            (source, target): self._crossing(request, source, target, now)
+            for source in before
+            for target in after
+            if source == target or self._policy.neighbours
+        }
 
     def _targets(self, request: RoutingRequest, targets: Projection) -> dict[int, _Side]:
         """A slower pace makes the whole answer later; a full rank stands behind all that are not."""
@@ -197,3 +244,43 @@ def _entry(
     total = cost + float(after[target].extra[j]) + sums[source, target]
     # At equal sums the cheaper prefill goes first.
     return total, cost, source, target, i, j
+
+
+def _rows_of(columns: Columns, ranks: Collection[RankId]) -> frozenset[int]:
+    if not ranks:
+        return frozenset()
+    return frozenset(row for row, candidate in enumerate(columns.candidates) if candidate.id in ranks)
+
+
+def _stream(
+    target: int,
+    side: _Side,
+    before: dict[int, _Side],
+    sums: dict[tuple[int, int], float],
+    avoided: tuple[frozenset[int], frozenset[int]],
+    shunned: bool,
+) -> Iterator[tuple[int, float, float, int, int, int, int, int]]:
+    """For each decode rank of a data centre that is to be avoided, or is not: how many ranks of its best pair are to be
+    avoided, and the rest of what orders it (`_entry`); the rows of its prefill rank and of itself at the end. In order:
+    all of them have the same best prefill rank."""
+    offers = [
+        (row in avoided[0], cost + sums[source, target], cost, source, row)
+        for source, ours in before.items()
+        if (source, target) in sums
+        for row, cost in _leading(ours, avoided[0])
+    ]
+    if not offers:
+        return
+    again, _, cost, source, source_row = min(offers)
+    for place, (row, extra) in enumerate(zip(side.rows.tolist(), side.extra.tolist(), strict=True)):
+        if (row in avoided[1]) == shunned:
+            total = cost + extra + sums[source, target]
+            yield again + shunned, total, cost, source, target, place, source_row, row
+
+
+def _leading(side: _Side, avoided: frozenset[int]) -> Iterator[tuple[int, float]]:
+    """The best row, and the best one that is not to be avoided, with their costs."""
+    for row, cost in zip(side.rows.tolist(), side.extra.tolist(), strict=True):
+        yield row, cost
+        if row not in avoided:
+            return

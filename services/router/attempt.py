@@ -7,7 +7,7 @@ is the caller's to repeat with a higher attempt number, from the tokens that are
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Iterator
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -18,7 +18,7 @@ from headrace.router.balancers.conditional import Conditional, computed_at_decod
 from headrace.router.fleet import Amount
 from headrace.router.index.base import PrefixMatch
 from headrace.router.request import RoutingRequest
-from headrace.router.topology import Candidate, RankId, Role
+from headrace.router.topology import RankId, Role
 from headrace.services.router.attach import DecodeLink, Feed
 from headrace.services.router.cache_feed import Expectation
 from headrace.services.router.errands import RELEASE_TIMEOUT_S, give_back, leave, recall, release
@@ -50,8 +50,6 @@ MOST_REFUSALS = 32
 """Decode ranks that one attempt asks for room; then it waits for news of free room."""
 MOST_COMPUTING = 2
 """Decode ranks that one attempt asks to compute the prompt; then it goes to prefill."""
-MOST_PAIRS = 8192
-"""That one attempt looks at."""
 HANDED_OVER_GRACE_S = 1.0
 """Longest wait for prefill's hand-over message after decode has reported the request's end."""
 
@@ -122,7 +120,6 @@ class Attempts:
             raise Unavailable("no prefill or no decode replica is ready; try again shortly", retry_after_s=1.0)
         failed = {*failed, *self._workers.broken()}
         refusals: list[HeadraceError] = []
-        tried: set[Candidate] = set()
         match = await self._prefixes.match(placed.routing, deadline)
         here = self._conditional.order(placed.routing, match, self._clock.monotonic())
         for pair in islice((pair for pair in here if pair.decode.id not in failed), MOST_COMPUTING):
@@ -132,13 +129,8 @@ class Attempts:
                 if not retry_elsewhere(error):
                     raise
                 _log.info("decode does not compute it", replica=pair.decode.id.replica_id, error=str(error))
-        pairs = self._balancer.order(placed.routing, match, self._clock.monotonic())
-        for pair in _failed_last(islice(pairs, MOST_PAIRS), failed):
-            if pair.decode in tried:
-                continue
-            if len(tried) == MOST_REFUSALS:
-                break
-            tried.add(pair.decode)
+        pairs = self._balancer.by_decode(placed.routing, match, self._clock.monotonic(), failed)
+        for pair in islice(pairs, MOST_REFUSALS):
             try:
                 return await self._reserve_at(pair, placed, match, attempt, deadline)
             except HeadraceError as error:
@@ -411,19 +403,6 @@ def _tell_failure(run: asyncio.Task[None], reservation: Reservation) -> None:
         return
     reservation.prefill_failed = not reservation.target_lost
     feed.put(error if isinstance(error, Exception) else Internal(f"the run ended with {error!r}"))
-
-
-def _failed_last(pairs: Iterator[Pair], failed: Collection[RankId]) -> Iterator[Pair]:
-    """Pairs in their order, but those with one rank that failed before after the others, and with two last."""
-    later: tuple[list[Pair], list[Pair]] = ([], [])
-    for pair in pairs:
-        failures = (pair.prefill.id in failed) + (pair.decode.id in failed)
-        if failures == 0:
-            yield pair
-        else:
-            later[failures - 1].append(pair)
-    yield from later[0]
-    yield from later[1]
 
 
 def _load_key(attempt: common_pb2.AttemptId) -> str:

@@ -160,6 +160,47 @@ def test_pairs_are_made_as_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -
     assert len(made) == 40
 
 
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(0, 30), min_size=4, max_size=4),
+    st.lists(st.integers(0, 90), min_size=4, max_size=4),
+    st.sets(st.integers(0, 7)),
+    st.booleans(),
+)
+def test_each_decode_rank_comes_once_with_its_best_pair(
+    loads: list[int], running: list[int], failed: set[int], neighbours: bool
+) -> None:
+    """L16, L23: against all pairs, those with ranks that failed moved behind the others."""
+    fleet = two_centres()
+    ranks = [*fleet.candidates(Role.PREFILL), *fleet.candidates(Role.DECODE)]
+    for rank, seconds in zip(ranks[:4], loads, strict=True):
+        fleet.begin(rank.id, "x", Amount(seconds=seconds), 0.0)
+    for rank, requests in zip(ranks[4:], running, strict=True):
+        fleet.begin(rank.id, "x", Amount(10, requests=requests), 0.0)
+    pairs, last = pairs_of(fleet, neighbours=neighbours), {ranks[at].id for at in failed}
+    every = list(pairs.order(request(), no_match(8), 0.0))
+    every.sort(key=lambda pair: (pair.prefill.id in last) + (pair.decode.id in last))
+    expected = list({pair.decode.id: pair for pair in reversed(every)}.values())
+    expected.sort(key=every.index)
+    assert list(pairs.by_decode(request(), no_match(8), 0.0, last)) == expected
+
+
+def test_distinct_decode_ranks_cost_one_pair_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """L23: a thousand idle prefill ranks do not stand between a full decode rank and the next one."""
+    fleet = fleet_of(*prefills(1000), *decodes(40))
+    made = []
+    choice = Assessment.choice
+
+    def counted(self: Assessment, row: int, prompt_tokens: int) -> Choice:
+        made.append(row)
+        return choice(self, row, prompt_tokens)
+
+    monkeypatch.setattr(Assessment, "choice", counted)
+    found = list(itertools.islice(pairs_of(fleet).by_decode(request(), no_match(1040), 0.0), 32))
+    assert len({pair.decode for pair in found}) == 32
+    assert len(made) <= 33
+
+
 def test_peers_do_what_their_names_say() -> None:
     fleet = fleet_of(*prefills(3))
     ours = prefill_balancer(fleet)

@@ -70,9 +70,11 @@ class _NoPrefixes:
         return no_match(self._fleet.numbers.size)
 
 
-def attempts(refusing: set[str], error: Exception, count: int = 4) -> tuple[Any, list[str], Any]:
+def attempts(
+    refusing: set[str], error: Exception, count: int = 4, prefill_count: int = 2
+) -> tuple[Any, list[str], Any]:
     """Attempts at a cluster of which some decode replicas refuse; the names asked, in order."""
-    fleet = fleet_of(*prefills(2), *decodes(count))
+    fleet = fleet_of(*prefills(prefill_count), *decodes(count))
     balance = Balance(fleet, BalanceSection())
     workers: Any = SimpleNamespace(fleet=fleet, balance=balance, broken=lambda: ())
     maker = Attempts(workers, balance.pairs, balance.conditional, _NoPrefixes(fleet), SystemClock(), 1.0)  # type: ignore[arg-type]
@@ -106,13 +108,15 @@ async def test_select_is_reserve_down_the_list() -> None:
     assert fleet.idle
 
 
-async def test_refusals_are_bounded() -> None:
-    """L6, L12: a cluster that is full is not asked through; the request waits for news instead."""
+@pytest.mark.parametrize("prefill_count", [2, 1000])
+async def test_refusals_are_bounded(prefill_count: int) -> None:
+    """L6, L12: a cluster that is full is not asked through; the request waits for news instead. So many different ranks
+    are asked, however many prefill ranks there are."""
     everybody = {f"ddc{index:03}" for index in range(100)}
-    maker, asked, _ = attempts(everybody, ResourceExhausted("full", retry_after_s=1.0), 100)
+    maker, asked, _ = attempts(everybody, ResourceExhausted("full", retry_after_s=1.0), 100, prefill_count)
     with pytest.raises(ResourceExhausted):
         await maker.reserve(PLACED, 1, 1e9)
-    assert len(asked) == attempts_module.MOST_REFUSALS
+    assert len(set(asked)) == len(asked) == attempts_module.MOST_REFUSALS
 
 
 async def test_a_retry_avoids_what_failed_and_still_uses_it_last() -> None:
