@@ -15,7 +15,7 @@ import grpc.aio
 
 from headrace.router.balancers.base import Pair, PairBalancer
 from headrace.router.balancers.conditional import Conditional, computed_at_decode
-from headrace.router.fleet import Amount
+from headrace.router.fleet import Amount, Fleet
 from headrace.router.index.base import PrefixMatch
 from headrace.router.request import RoutingRequest
 from headrace.router.topology import RankId, Role
@@ -112,8 +112,8 @@ class Attempts:
         """Select is reserve (L23): go down the balancer's list until a decode rank accepts. Ranks that `failed` an
         earlier attempt of the request come last.
 
-        Raises the last refusal (RESOURCE_EXHAUSTED before NEVER_FITS), Rejected by the balancer, or Unavailable when
-        there is nobody.
+        Raises the last refusal (RESOURCE_EXHAUSTED before NEVER_FITS), Rejected by the balancer, NeverFits when no
+        rank of a role is large enough, or Unavailable when there is nobody.
         """
         fleet = self._workers.fleet
         if not len(fleet.columns(Role.PREFILL)) or not len(fleet.columns(Role.DECODE)):
@@ -139,10 +139,7 @@ class Attempts:
                 _log.info("decode refused", replica=pair.decode.id.replica_id, error=str(error))
                 refusals.append(error)
         if not refusals:
-            raise NeverFits(
-                f"no replica can hold a prompt of {placed.routing.prompt_tokens} tokens with {placed.routing.choices} "
-                "choices, even when empty; shorten it"
-            )
+            raise _nobody(fleet, placed.routing)
         raise next((error for error in refusals if isinstance(error, ResourceExhausted)), refusals[-1])
 
     def uncached_tokens(self, routing: RoutingRequest) -> int:
@@ -403,6 +400,24 @@ def _tell_failure(run: asyncio.Task[None], reservation: Reservation) -> None:
         return
     reservation.prefill_failed = not reservation.target_lost
     feed.put(error if isinstance(error, Exception) else Internal(f"the run ended with {error!r}"))
+
+
+def _nobody(fleet: Fleet, request: RoutingRequest) -> HeadraceError:
+    """Why there is no pair to ask: only where capacity is the reason, a shorter prompt helps (L12)."""
+    for role in (Role.PREFILL, Role.DECODE):
+        columns = fleet.columns(role)
+        if not len(columns):  # since the attempt began
+            return Unavailable(f"the last {role.value} replica has just left; try again shortly", retry_after_s=1.0)
+        if not columns.fits(request.prompt_tokens, request.choices).any():
+            return NeverFits(
+                f"no {role.value} replica can hold a prompt of {request.prompt_tokens} tokens with {request.choices} "
+                "choices, even when empty; shorten it"
+            )
+    return Unavailable(
+        "no data centre has both a prefill and a decode replica that can hold the prompt, and balance.neighbours = "
+        "false keeps a request in one",
+        retry_after_s=1.0,
+    )
 
 
 def _load_key(attempt: common_pb2.AttemptId) -> str:

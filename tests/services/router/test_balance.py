@@ -11,7 +11,7 @@ from headrace.router.balancers.base import Pair, Prediction
 from headrace.router.cost.loading import Source
 from headrace.router.fleet import Amount, Fleet
 from headrace.router.index.base import PrefixMatch, no_match
-from headrace.router.topology import Role
+from headrace.router.topology import RankId, Role
 from headrace.services.router import attempt as attempts_module
 from headrace.services.router.attempt import Attempts
 from headrace.services.router.balance import Balance
@@ -71,11 +71,16 @@ class _NoPrefixes:
 
 
 def attempts(
-    refusing: set[str], error: Exception, count: int = 4, prefill_count: int = 2
+    refusing: set[str],
+    error: Exception,
+    count: int = 4,
+    prefill_count: int = 2,
+    fleet: Fleet | None = None,
+    neighbours: bool = True,
 ) -> tuple[Any, list[str], Any]:
     """Attempts at a cluster of which some decode replicas refuse; the names asked, in order."""
-    fleet = fleet_of(*prefills(prefill_count), *decodes(count))
-    balance = Balance(fleet, BalanceSection())
+    fleet = fleet_of(*prefills(prefill_count), *decodes(count)) if fleet is None else fleet
+    balance = Balance(fleet, BalanceSection(neighbours=neighbours))
     workers: Any = SimpleNamespace(fleet=fleet, balance=balance, broken=lambda: ())
     maker = Attempts(workers, balance.pairs, balance.conditional, _NoPrefixes(fleet), SystemClock(), 1.0)  # type: ignore[arg-type]
     asked: list[str] = []
@@ -138,6 +143,35 @@ async def test_what_no_other_replica_could_do_better_is_raised_at_once() -> None
     too_long: Any = SimpleNamespace(routing=request(10**9))
     with pytest.raises(NeverFits):
         await maker.reserve(too_long, 1, 1e9)
+    assert asked == []
+
+
+async def test_a_prompt_is_too_long_only_where_capacity_is_the_reason() -> None:
+    """L12: who leaves while the attempt looks for prefixes, or is in another data centre, is a reason to come back."""
+    full = ResourceExhausted("full", retry_after_s=1.0)
+    for role in (Role.PREFILL, Role.DECODE):
+        maker, asked, fleet = attempts(set(), full, 1, 1)
+        last = fleet.candidates(role)[0].id
+
+        async def match(*_: object, fleet: Fleet = fleet, last: RankId = last) -> PrefixMatch:
+            fleet.remove(last.replica_id, last.incarnation)
+            return no_match(fleet.numbers.size)
+
+        maker._prefixes.match = match
+        with pytest.raises(Unavailable, match=f"last {role.value} replica") as raised:
+            await maker.reserve(PLACED, 1, 1e9)
+        assert raised.value.retry_after_s
+        assert asked == []
+    apart = fleet_of(*prefills(2, "x"), *decodes(2, "y"))
+    maker, asked, _ = attempts(set(), full, fleet=apart, neighbours=False)
+    with pytest.raises(Unavailable, match=r"balance\.neighbours"):
+        await maker.reserve(PLACED, 1, 1e9)
+    with pytest.raises(NeverFits, match="no prefill replica"):
+        await maker.reserve(SimpleNamespace(routing=request(10**9)), 1, 1e9)
+    small = fleet_of(*prefills(2, "x"), *decodes(2, "y", rows=2))
+    maker, asked, _ = attempts(set(), full, fleet=small, neighbours=False)
+    with pytest.raises(NeverFits, match="no decode replica"):
+        await maker.reserve(PLACED, 1, 1e9)
     assert asked == []
 
 
