@@ -188,7 +188,7 @@ test)
     # By file, so that a module's servers are started once. Programs that tests start find bench/ wherever they run.
     workers=$(env -u OMP_NUM_THREADS nproc) # which would else answer 1
     export PYTHONSAFEPATH=1 PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
-    exec "$VENV/bin/python" -m pytest -n "$((workers < 4 ? workers : 4))" --dist loadfile "$@"
+    exec "$VENV/bin/python" -m pytest -n "$((workers < 4 ? workers : 4))" --dist loadfile --durations 25 "$@"
     ;;
 lint)
     setup

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest_asyncio
 
 from headrace.engine.loading import ModelSettings
 from headrace.engine.offline import Completion, OfflineEngine
-from headrace.engine.request import EngineRequest
+from headrace.engine.request import EngineRequest, RequestKey
 from headrace.engine.settings import EngineSettings
 from tests.services import tiny
 from tests.services.cluster import Cluster
@@ -20,6 +21,8 @@ from tests.services.driver import Driver, attached
 LOAD = ModelSettings(
     dtype="float32", entry_format="float32", batch_invariant=True, block_tokens=tiny.BLOCK, native_kernels=False
 )
+
+NUMBERS = count()
 
 
 @dataclass
@@ -35,7 +38,9 @@ class Offline:
         self.engine = OfflineEngine.load(self.folder, settings, LOAD)
 
     def __call__(self, *requests: EngineRequest) -> list[Completion]:
-        return self.engine.generate(requests)
+        # Under names of their own: an engine takes a name once, and tests of several files share this one.
+        named = [replace(request, key=RequestKey(f"offline-{next(NUMBERS)}", 1)) for request in requests]
+        return self.engine.generate(named)
 
     def tokens(self, request: EngineRequest) -> dict[int, list[int]]:
         (completion,) = self(request)
