@@ -20,6 +20,7 @@ from headrace.cli.client_tls import client_tls
 from headrace.cli.cluster_spec import parse_choice
 from headrace.cli.exits import CliError, Exit
 from headrace.cli.failures import cli_error, told
+from headrace.cli.ranges import MOST_TIMEOUT_S, require_within
 from headrace.cli.tables import as_json, report_table
 from headrace.services.runtime.errors import from_proto
 from headrace.v1 import common_pb2, inference_pb2
@@ -59,6 +60,8 @@ class GenerateOptions:
 
 def build_request(options: GenerateOptions) -> inference_pb2.GenerateRequest:
     """The request of some flags. Raises CliError for files and numbers that make none."""
+    if options.timeout_s is not None:
+        require_within("--timeout", options.timeout_s, 0.001, MOST_TIMEOUT_S)
     prompt = _prompt_text(options.prompt)
     images = tuple(_read(path) for path in options.images)
     if options.chat or options.system is not None or images:

@@ -22,11 +22,17 @@ from headrace.cli.client_tls import client_tls
 from headrace.cli.exits import CliError, Exit
 from headrace.cli.failures import told
 from headrace.cli.progress import progress_bar
+from headrace.cli.ranges import MOST_TIMEOUT_S, require_within
 from headrace.cli.replay_prompts import Prompts, Scale
 from headrace.router.simulate.measure import percentiles
 from headrace.router.simulate.traces import Trace, TraceError, TraceRow, read_trace
 from headrace.services.runtime.errors import HeadraceError
 from headrace.v1 import common_pb2, inference_pb2
+
+SPEEDS = (1e-6, 1e9)
+SCALES = (1e-6, 1e6)
+LONGEST_S = 1e9
+"""Thirty years."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +137,11 @@ def replay(router: str, options: ReplayOptions, api_key: str | None = None) -> i
 
 
 def _read(options: ReplayOptions) -> tuple[Trace, int]:
-    if options.speed <= 0:
-        raise CliError(f"--speed {options.speed:g} is not above 0")
+    require_within("--speed", options.speed, *SPEEDS)
+    require_within("--scale", options.scale, *SCALES)
+    if options.output_scale is not None:
+        require_within("--output-scale", options.output_scale, *SCALES)
+    require_within("--timeout", options.timeout_s, 0.001, MOST_TIMEOUT_S)
     try:
         trace, dropped = read_trace(options.trace).with_output()
     except OSError as error:
@@ -141,7 +150,10 @@ def _read(options: ReplayOptions) -> tuple[Trace, int]:
         raise CliError(f"--trace {error}") from error
     if not trace.rows:
         raise CliError(f"--trace {options.trace}: no row has output")
-    return Trace(trace.format, list(trace.rows)[: options.limit]), dropped
+    trace = Trace(trace.format, list(trace.rows)[: options.limit])
+    if trace.rows and trace.rows[-1].at_s / options.speed > LONGEST_S:
+        raise CliError(f"--speed {options.speed:g}: the trace would take {trace.rows[-1].at_s / options.speed:g} s")
+    return trace, dropped
 
 
 def _prompts(client: RouterClient, trace: Trace, options: ReplayOptions) -> Prompts:

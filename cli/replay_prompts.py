@@ -29,7 +29,8 @@ class Prompts:
         """`avoided`: tokens that mean something (end of sequence, images). `block_tokens`: of the trace; 0: it names no
         blocks, and nothing is shared. Raises ValueError for a scale at which a block has no token."""
         self._tokens = [token for token in range(vocab_size) if token not in set(avoided)]
-        self._block = max(1, round((block_tokens or 512) * scale.tokens))
+        # No more than a prompt may have: a block is drawn as a whole.
+        self._block = min(scale.context_tokens, max(1, round((block_tokens or 512) * scale.tokens)))
         if scale.tokens <= 0 or scale.output <= 0:
             raise ValueError(f"scales {scale.tokens:g} and {scale.output:g} must be positive")
         self._scale = scale

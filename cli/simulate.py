@@ -13,6 +13,7 @@ from rich.console import Console
 from headrace.cli import simulate_report as report
 from headrace.cli.exits import CliError, Exit
 from headrace.cli.progress import progress_bar
+from headrace.cli.ranges import require_within
 from headrace.cli.simulate_search import Cell, search_all, worker_count, worker_pool
 from headrace.cli.simulate_work import Job, load_trace, run
 from headrace.router.native.build import NativeUnavailable, load_native
@@ -30,6 +31,7 @@ BARS = {"prefill": 0.92, "decode": 0.97, "joint": 0.92}
 """What this project holds itself to, on the conversation trace at 64 + 64 ranks."""
 BARS_UNIT = "64+64"
 DEFAULT_LOAD = 0.85
+LONGEST_S, MOST_LOAD, MOST_GBIT_S = 1e7, 1e3, 1e9
 QUICK_S = 30.0
 QUICK_POLICIES = (OURS, "round_robin")
 GUESSES = {
@@ -67,6 +69,7 @@ def simulate(options: SimulateOptions) -> int:
     """Run it and print the result; the exit status. Raises CliError."""
     if options.plots is not None:
         _plots_ready(options.plots)
+    _numbers(options)
     base, trace = cluster_of(options), _trace(options)
     for name in options.policies:
         if name not in POLICIES:
@@ -96,6 +99,15 @@ def simulate(options: SimulateOptions) -> int:
     if document["problems"]:
         raise CliError(f"the books do not balance: {'; '.join(document['problems'])}", Exit.FAILED)
     return Exit.DONE
+
+
+def _numbers(options: SimulateOptions) -> None:
+    require_within("--warmup", options.warmup_s, 0.0, LONGEST_S)
+    require_within("--measure", options.measured_s, 0.0, LONGEST_S)
+    if options.load is not None:
+        require_within("--load", options.load, 0.0, MOST_LOAD)
+    if options.store_gbit_s is not None:
+        require_within("--store", options.store_gbit_s, 0.0, MOST_GBIT_S)
 
 
 def _worked() -> float:

@@ -31,7 +31,7 @@ def parse(text: str) -> tuple[PrefillModel, DecodeModel]:
     """(prefill, decode); a table that is left away is the published curve. Raises EngineFileError."""
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise EngineFileError(f"the engine file is no valid TOML: {error}") from error
     if unknown := set(document) - {"prefill", "decode"}:
         raise EngineFileError(f"{', '.join(sorted(unknown))}: an engine file has [prefill] and [decode]")

@@ -63,7 +63,7 @@ def parse(text: str, *, is_json: bool) -> Scenario:
     """Raises ScenarioError."""
     try:
         document = json.loads(text) if is_json else tomllib.loads(text)
-    except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ScenarioError(f"the scenario is no valid {'JSON' if is_json else 'TOML'}: {error}") from error
     if not isinstance(document, dict) or set(document) - {"event"} or not isinstance(document.get("event", []), list):
         raise ScenarioError("a scenario has one list, `event`, and nothing else beside it")

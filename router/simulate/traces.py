@@ -14,11 +14,16 @@ from __future__ import annotations
 import csv
 import enum
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+
+MOST_TIME = 1e15
+"""Milliseconds: beyond any calendar."""
+MOST_TOKENS = 1 << 40
+MOST_ID = (1 << 63) - 1
+"""Of a block."""
 
 
 class TraceError(ValueError):
@@ -91,19 +96,22 @@ class Trace:
 def read_trace(path: Path, format_: TraceFormat | None = None) -> Trace:
     """Read a file, whose format shows in its first line if none is given. Raises TraceError for the first bad row (also
     for one that is earlier than the row before it), OSError for a file that cannot be opened."""
+    rows: list[TraceRow] = []
     with path.open(encoding="utf-8", newline="") as lines:
-        if format_ is None:
-            format_ = _format_of(path, lines.readline())
-            lines.seek(0)
-        rows: list[TraceRow] = []
-        start = previous = 0.0
-        for number, row in _READERS[format_](path, lines):
-            if not rows:
-                start = previous = row.at_s
-            if row.at_s < previous:
-                raise TraceError(path, number, f"it is {previous - row.at_s:g} s earlier than the row before it")
-            previous = row.at_s
-            rows.append(TraceRow(row.at_s - start, row.prompt_tokens, row.output_tokens, row.blocks, row.priority))
+        try:
+            if format_ is None:
+                format_ = _format_of(path, lines.readline())
+                lines.seek(0)
+            start = previous = 0.0
+            for number, row in _READERS[format_](path, lines):
+                if not rows:
+                    start = previous = row.at_s
+                if row.at_s < previous:
+                    raise TraceError(path, number, f"it is {previous - row.at_s:g} s earlier than the row before it")
+                previous = row.at_s
+                rows.append(TraceRow(row.at_s - start, row.prompt_tokens, row.output_tokens, row.blocks, row.priority))
+        except UnicodeDecodeError as error:  # somewhere in the buffer that begins with this line
+            raise TraceError(path, len(rows) + 1, f"from here on it is no UTF-8 text ({error.reason})") from error
     if not rows:
         raise TraceError(path, 1, "the trace has no rows")
     return Trace(format_, rows)
@@ -114,7 +122,7 @@ def _format_of(path: Path, first: str) -> TraceFormat:
         return TraceFormat.AZURE
     try:
         fields = json.loads(first)
-    except ValueError:
+    except (ValueError, RecursionError):
         fields = None
     if isinstance(fields, dict) and "hash_ids" in fields:
         return TraceFormat.MOONCAKE
@@ -129,8 +137,8 @@ Numbered = Iterator[tuple[int, TraceRow]]
 def _mooncake(path: Path, lines: Iterator[str]) -> Numbered:
     for number, fields in _objects(path, lines):
         blocks = fields.get("hash_ids")
-        if not isinstance(blocks, list) or not all(type(block) is int and block >= 0 for block in blocks):
-            raise TraceError(path, number, "hash_ids is no list of non-negative integers")
+        if not isinstance(blocks, list) or not all(type(block) is int and 0 <= block <= MOST_ID for block in blocks):
+            raise TraceError(path, number, "hash_ids is no list of non-negative 64-bit integers")
         row = TraceRow(
             _number(path, number, fields, "timestamp") / 1000,
             _count(path, number, fields, "input_length", 1),
@@ -160,17 +168,25 @@ def _v4flash(path: Path, lines: Iterator[str]) -> Numbered:
 
 def _azure(path: Path, lines: Iterator[str]) -> Numbered:
     table = csv.DictReader(lines)
-    for fields in table:
+    while True:
+        try:
+            fields = next(table, None)
+        except csv.Error as error:
+            raise TraceError(path, table.line_num, f"no CSV ({error})") from error
+        if fields is None:
+            return
         number = table.line_num
         try:
             # Seven digits of a second, of which datetime takes six.
-            moment, _, fraction = (fields["TIMESTAMP"] or "").partition(".")
+            moment, point, fraction = (fields["TIMESTAMP"] or "").partition(".")
+            if point and not fraction.isdecimal():
+                raise ValueError(f"a second has no fraction {_short(fraction)}")
             at_s = datetime.fromisoformat(f"{moment}+00:00").timestamp() + (float(f"0.{fraction}") if fraction else 0.0)
             prompt, output = int(fields["ContextTokens"]), int(fields["GeneratedTokens"])
         except (KeyError, TypeError, ValueError) as error:
             raise TraceError(path, number, f"no row of TIMESTAMP, ContextTokens, GeneratedTokens ({error})") from error
-        if prompt < 1 or output < 0:
-            raise TraceError(path, number, f"{prompt} prompt and {output} generated tokens")
+        if not 1 <= prompt <= MOST_TOKENS or not 0 <= output <= MOST_TOKENS:
+            raise TraceError(path, number, f"{_short(prompt)} prompt and {_short(output)} generated tokens")
         yield number, TraceRow(at_s, prompt, output)
 
 
@@ -178,7 +194,7 @@ def _objects(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, dict[str, 
     for number, line in enumerate(lines, 1):
         try:
             fields = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TraceError(path, number, f"no JSON ({error})") from error
         if not isinstance(fields, dict):
             raise TraceError(path, number, "no JSON object")
@@ -187,16 +203,21 @@ def _objects(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, dict[str, 
 
 def _number(path: Path, line: int, fields: dict[str, object], name: str) -> float:
     value = fields.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise TraceError(path, line, f"{name} is {value!r}, no time of at least 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_TIME:
+        raise TraceError(path, line, f"{name} is {_short(value)}, no time from 0 to {MOST_TIME:g} ms")
     return float(value)
 
 
 def _count(path: Path, line: int, fields: dict[str, object], name: str, least: int) -> int:
     value = fields.get(name)
-    if type(value) is not int or value < least:
-        raise TraceError(path, line, f"{name} is {value!r}, no integer of at least {least}")
+    if type(value) is not int or not least <= value <= MOST_TOKENS:
+        raise TraceError(path, line, f"{name} is {_short(value)}, no integer from {least} to {MOST_TOKENS}")
     return value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"
 
 
 def _covers(path: Path, line: int, row: TraceRow, blocks: int) -> None:

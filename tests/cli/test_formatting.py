@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from rich.console import Console
 
@@ -129,6 +131,10 @@ def test_flags_become_a_request() -> None:
     assert not request.sampling.HasField("temperature")
     assert request.timeout_ms == 1500
     assert (request.traffic_class, request.priority, list(request.snapshot_at)) == (0, 0, [])
+    for timeout in (math.inf, math.nan, 1e300):
+        with pytest.raises(CliError, match="--timeout") as raised:
+            build_request(GenerateOptions(prompt="hi", timeout_s=timeout))
+        assert raised.value.code is Exit.USAGE
     kept = build_request(GenerateOptions(prompt="hi", traffic_class="agent", priority=2, snapshot_at=(256, 128)))
     assert kept.traffic_class == common_pb2.TRAFFIC_CLASS_AGENT
     assert (kept.priority, list(kept.snapshot_at)) == (2, [256, 128])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from headrace.cli.local_cluster import LocalCluster
 from headrace.cli.replay import ReplayOptions, Result, play, replay
 from headrace.cli.replay_prompts import Prompts, Scale
 from headrace.router.simulate.generated import Shape, generate, write_trace
-from headrace.router.simulate.traces import TraceFormat, TraceRow
+from headrace.router.simulate.traces import Trace, TraceFormat, TraceRow
 
 
 class FakeTime:
@@ -84,12 +85,37 @@ def test_lengths_fit_the_model() -> None:
         Prompts(100, (), 512, Scale(0.0, 1.0, 256, 40), seed=1)
 
 
-@pytest.mark.parametrize(("change", "says"), [({"speed": 0.0}, "--speed"), ({"trace": Path("none")}, "none")])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"speed": 0.0}, "--speed"),
+        ({"speed": math.nan}, "--speed nan"),
+        ({"scale": math.inf}, "--scale inf"),
+        ({"scale": 1e300}, "--scale 1e\\+300"),
+        ({"output_scale": math.nan}, "--output-scale nan"),
+        ({"timeout_s": math.inf}, "--timeout inf"),
+        ({"timeout_s": 1e300}, "--timeout 1e\\+300"),
+        ({"trace": Path("none")}, "none"),
+    ],
+)
 def test_wrong_flags_are_one_line(change: dict[str, object], says: str, tmp_path: Path) -> None:
     write_trace(generate(Shape(requests=3), 1), tmp_path / "trace.jsonl")
     options = ReplayOptions(**{"trace": tmp_path / "trace.jsonl", **change})  # type: ignore[arg-type]
-    with pytest.raises(CliError, match=says):
+    with pytest.raises(CliError, match=says) as raised:
         replay("127.0.0.1:1", options)
+    assert raised.value.code is Exit.USAGE
+
+
+def test_a_trace_that_would_take_for_ever_is_refused(tmp_path: Path) -> None:
+    rows = [TraceRow(0.0, 512, 4, (1,)), TraceRow(1e6, 512, 4, (2,))]
+    write_trace(Trace(TraceFormat.MOONCAKE, rows), tmp_path / "trace.jsonl")
+    with pytest.raises(CliError, match=r"--speed 1e-06: the trace would take 1e\+12 s"):
+        replay("127.0.0.1:1", ReplayOptions(tmp_path / "trace.jsonl", speed=1e-6))
+
+
+def test_a_large_scale_makes_no_more_than_the_model_takes() -> None:
+    prompts = Prompts(100, (), 512, Scale(1e6, 1e6, 256, 40), seed=1)
+    assert len(prompts.prompt(0, TraceRow(0, 1 << 40, 1 << 40, (1, 2)))) == 256 - 40 - 1
 
 
 def test_a_trace_reaches_a_real_cluster_and_shares_prefixes(

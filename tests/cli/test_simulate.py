@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -39,6 +40,10 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> SimulateOptions:
         ({"policies": ("best",)}, "--policy best"),
         ({"modes": ("both",)}, "--mode both"),
         ({"measured_s": 500.0, "load": 0.5}, "do not fit"),
+        ({"warmup_s": math.inf}, "--warmup inf"),
+        ({"measured_s": math.nan}, "--measure nan"),
+        ({"load": math.nan}, "--load nan"),
+        ({"store_gbit_s": math.inf}, "--store inf"),
         ({"engine": Path("nowhere.toml")}, "--engine"),
     ],
 )

@@ -64,6 +64,13 @@ GOOD = '{"timestamp": 5, "input_length": 513, "output_length": 1, "hash_ids": [0
         ('{"ts": 1, "il": 1024, "ol": 0, "bh": [5]}\n', 1, "bh"),
         ('{"ts": 1, "il": 1024, "ol": 0, "bh": []}\n', 1, "have 1"),
         ('{"ts": 1, "il": 4, "ol": 0, "bh": [], "priority": "high"}\n', 1, "priority"),
+        (GOOD.replace("5,", "1e300,", 1), 1, "timestamp"),
+        (GOOD.replace("5,", f"{10**400},", 1), 1, "timestamp is 10"),
+        (GOOD.replace('"output_length": 1', f'"output_length": {10**400}'), 1, "output_length is 10"),
+        (GOOD + "[" * 200_000 + "\n", 2, "no JSON"),
+        ("[" * 200_000, 1, "no known format"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:17:03.9e999,4,3\r\n", 2, "no row"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\r\n" + "x" * 200_000, 1, "no CSV"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\r\n", 1, "no rows"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:17:03.97,x,3\r\n", 2, "no row"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:17:03.97,4\r\n", 2, "no row"),
@@ -78,6 +85,14 @@ def test_what_is_no_trace_is_refused_by_line(tmp_path: Path, text: str, line: in
         read_trace(path)
     assert refused.value.line == line
     assert f"{path}:{line}" in str(refused.value)
+
+
+@pytest.mark.parametrize("before", [b"", GOOD.encode()])
+def test_what_is_no_text_is_no_trace(tmp_path: Path, before: bytes) -> None:
+    path = tmp_path / "wrong"
+    path.write_bytes(before + b"\x80\xff" * 50_000)
+    with pytest.raises(TraceError, match="no UTF-8 text"):
+        read_trace(path)
 
 
 def test_times_count_from_the_first_row(tmp_path: Path) -> None:
