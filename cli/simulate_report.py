@@ -15,7 +15,7 @@ from headrace.cli.simulate_search import Cell
 from headrace.router.simulate import plots
 from headrace.router.simulate.policies import OURS
 from headrace.router.simulate.run import Outcome, Times
-from headrace.router.simulate.score import STEP
+from headrace.router.simulate.score import MOST, STEP
 from headrace.router.simulate.workload import TraceColumns
 
 Document = dict[str, Any]
@@ -41,6 +41,7 @@ def scored(
             assert score is not None
             scores[mode][policy] = {
                 "score": score.load,
+                "at_ceiling": score.steps >= MOST,
                 "by_seed": {str(k): round(v * STEP, 2) for k, v in score.by_seed.items()},
             }
             if final is not None:
@@ -170,14 +171,15 @@ def _table(mode: str, rows: Mapping[str, Any], bar: float | None) -> Table:
     for name in names:
         table.add_column(name, justify="left" if name == "policy" else "right")
     for policy, row in rows.items():
-        load = row.get("score", row.get("offered"))
+        load = f"{row.get('score', row.get('offered')):.2f}"
+        load = f"≥ {load}" if row.get("at_ceiling") else load
         if "ttft_s" not in row:
-            table.add_row(policy, f"{load:.2f}", *[""] * (len(names) - 2))
+            table.add_row(policy, load, *[""] * (len(names) - 2))
             continue
         spread = {name: f"{values['mean']:.2f}" for name, values in row["max_over_mean"].items()}
         table.add_row(
             policy,
-            f"{load:.2f}",
+            load,
             _pair(row["ttft_s"], 2),
             _pair(row["tpot_ms"], 1),
             f"{row['hit_ratio']:.1%}" if mode != "decode" else "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import subprocess
@@ -13,10 +14,19 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from rich.console import Console
 
+from headrace.cli import simulate as module
+from headrace.cli import simulate_report
 from headrace.cli.exits import CliError, Exit
-from headrace.cli.simulate import SimulateOptions, simulate
+from headrace.cli.simulate import SimulateOptions, bars_of, simulate
+from headrace.cli.simulate_search import Cell
 from headrace.router.simulate.generated import Shape, generate, write_trace
+from headrace.router.simulate.run import Times
+from headrace.router.simulate.score import MOST, Score, search
+from headrace.router.simulate.spec import Cluster
+from headrace.router.simulate.traces import Trace, TraceFormat, TraceRow
+from headrace.router.simulate.workload import columns
 
 SHAPE = Shape(requests=300, span_s=120.0, median_blocks=30.0, median_output=40.0, spread=0.6, longest_blocks=120)
 
@@ -83,6 +93,51 @@ def test_a_search_ends_with_a_score(options: SimulateOptions, capsys: pytest.Cap
     assert max(passed) == rows["headrace"]["score"]
     assert told["passed"] is None, "bars are for 64+64"
     assert told["offline"]["prefill"]["decode_requests_per_s"] is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"unit": "32+32"},
+        {"quick": True},
+        {"seeds": 1},
+        {"warmup_s": 10.0},
+        {"measured_s": 30.0},
+        {"engine": Path("fast.toml")},
+        {"cache_blocks": 100},
+        {"store_gbit_s": 10.0},
+        {"decode_group": 1},
+    ],
+)
+def test_the_project_s_bars_are_of_one_measurement(
+    options: SimulateOptions, change: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert options.trace is not None
+    asked = SimulateOptions("64+64", options.trace)
+    assert bars_of(asked, options.trace) == {}, "another trace"
+    monkeypatch.setattr(module, "BARS_TRACE", hashlib.sha256(options.trace.read_bytes()).hexdigest())
+    assert bars_of(asked, options.trace) == module.BARS
+    assert bars_of(replace(asked, policies=("headrace",), modes=("joint",), jobs=2), options.trace) == module.BARS
+    assert bars_of(replace(asked, **change), options.trace) == {}  # type: ignore[arg-type]
+
+
+def test_a_score_at_the_ceiling_of_the_search_is_marked() -> None:
+    found = {}
+    for policy, most in (("headrace", MOST), ("round_robin", 90)):
+        cell = Cell("prefill", policy, Cluster(2, 0), search([1], 90))
+        cell.score = Score(most, {}, ())
+        found[policy] = cell
+    trace = columns(Trace(TraceFormat.MOONCAKE, [TraceRow(0.0, 5, 5, (1,)), TraceRow(1.0, 5, 5, (1,))]))
+    document = simulate_report.scored("2+0", trace, {"prefill": found}, {}, [1], Times(1.0, 1.0))
+    assert {policy: row["at_ceiling"] for policy, row in document["scores"]["prefill"].items()} == {
+        "headrace": True,
+        "round_robin": False,
+    }
+    console = Console(record=True, width=120)
+    simulate_report.show(document, console)
+    text = console.export_text()
+    assert "≥ 1.20" in text
+    assert "≥ 0.90" not in text
 
 
 def test_workers_end_with_the_command(options: SimulateOptions) -> None:
