@@ -17,7 +17,8 @@ from headrace.cli.progress import progress_bar
 from headrace.cli.ranges import require_within
 from headrace.cli.simulate_search import Cell, search_all, worker_count, worker_pool
 from headrace.cli.simulate_work import Job, load_trace, run
-from headrace.router.native.build import NativeUnavailable, load_native
+from headrace.compiler import NativeUnavailable
+from headrace.router.native.build import load_native
 from headrace.router.simulate import engine_file, plots, scenario
 from headrace.router.simulate.policies import OURS, POLICIES, SAME_DECODE
 from headrace.router.simulate.run import Times

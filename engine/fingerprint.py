@@ -14,6 +14,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.user_cache import cache_directory
+
 _CHUNK = 1 << 22
 
 
@@ -24,13 +26,6 @@ class FileDigest:
     name: str
     size: int
     sha256: str
-
-
-def cache_directory() -> Path:
-    """Where caches of this user live: $HEADRACE_CACHE, else $XDG_CACHE_HOME/headrace, else ~/.cache/headrace."""
-    if own := os.environ.get("HEADRACE_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
 
 
 def model_fingerprint(folder: Path | str, numeric_identity: str, cache: Path | None = None) -> bytes:

@@ -25,11 +25,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from headrace.compiler import NativeUnavailable
 from headrace.kvcache.keys import Key, block_keys
 from headrace.router.fleet import Amount, Fleet
 from headrace.router.index.base import HolderTier
 from headrace.router.index.index import BlockIndex
-from headrace.router.native.build import NativeRouter, NativeUnavailable, load_native
+from headrace.router.native.build import NativeRouter, load_native
 from headrace.router.ranks import RankNumbers
 from headrace.router.reports import Report
 from headrace.router.request import RoutingRequest

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from headrace.kernels.native.compiler import NativeUnavailable, compiled
+from headrace.compiler import NativeUnavailable, compiled
 
 _UNIT = Path(__file__).parent / "mla.cpp"
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-math-errno")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace.compiler import NativeUnavailable
 from headrace.kernels.native.build import load_native
-from headrace.kernels.native.compiler import NativeUnavailable
 from headrace.kernels.native.lanes import find_lanes, flatten, starts_of
 from headrace.kernels.weights import Swiglu
 

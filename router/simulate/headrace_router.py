@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from functools import cache
 
+from headrace.compiler import NativeUnavailable
 from headrace.router.balancers.base import Pair
 from headrace.router.balancers.decode import DecodePolicy, Joint
 from headrace.router.balancers.pair import JointPair
@@ -20,7 +21,7 @@ from headrace.router.cost.replica_steps import ReplicaSteps
 from headrace.router.fleet import Amount, Fleet
 from headrace.router.index.base import HolderTier, PrefixIndex, StorePrefix, no_match
 from headrace.router.index.index import BlockIndex
-from headrace.router.native.build import NativeRouter, NativeUnavailable, load_native
+from headrace.router.native.build import NativeRouter, load_native
 from headrace.router.native.pair import NativePair
 from headrace.router.ranks import RankNumbers
 from headrace.router.reports import Report

@@ -7,9 +7,10 @@ import secrets
 from functools import partial
 from pathlib import Path
 
+from headrace.compiler import NativeUnavailable
 from headrace.router.admission import Admission, AdmissionLimits, Cause
 from headrace.router.balancers.encoder import CachedImages
-from headrace.router.native.build import NativeRouter, NativeUnavailable, load_native
+from headrace.router.native.build import NativeRouter, load_native
 from headrace.router.topology import Role
 from headrace.services.router.admission import AdmissionDesk
 from headrace.services.router.adoption import Adoption

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from headrace.compiler import NativeUnavailable
 from headrace.engine.batch import StepBatch
 from headrace.engine.loading import ModelError, ModelSettings, folder_dtype
 from headrace.engine.models.deepseek_v3.attention import Attention
@@ -15,7 +16,6 @@ from headrace.engine.models.deepseek_v3.moe import DenseFFN, MoE
 from headrace.engine.models.deepseek_v3.native import native_decoder, native_step
 from headrace.engine.models.deepseek_v3.plan import StepPlan, plan_step, rope_tables
 from headrace.engine.weights import Weights
-from headrace.kernels.native.compiler import NativeUnavailable
 from headrace.kernels.native.mla import NativeDecoder
 from headrace.kernels.ops import Operators
 from headrace.kernels.select import select

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.kernels.native import build, compiler
+from headrace import compiler
+from headrace.kernels.native import build
 
 
 def test_no_compiler_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:

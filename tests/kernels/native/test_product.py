@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.compiler import NativeUnavailable
 from headrace.kernels.native.build import NativeLibrary, load_native, native_exp, native_product
-from headrace.kernels.native.compiler import NativeUnavailable
 
 
 @pytest.fixture(scope="module")

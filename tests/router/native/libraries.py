@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.router.native.build import NativeRouter, NativeUnavailable, load_native
+from headrace.compiler import NativeUnavailable
+from headrace.router.native.build import NativeRouter, load_native
 
 
 def native_router() -> NativeRouter:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.router.native.build import NativeUnavailable, load_native
+from headrace.compiler import NativeUnavailable
+from headrace.router.native.build import load_native
 
 load_anew = load_native.__wrapped__
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from headrace.kernels.native.compiler import NativeUnavailable, compiled
+from headrace.compiler import NativeUnavailable, compiled
 from headrace.kvcache.store.segments.record import FIELD_BYTES, HEADER_BYTES, stamp_header
 
 _UNIT = Path(__file__).parent / "records.cpp"

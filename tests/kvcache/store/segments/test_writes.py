@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.kernels.native.compiler import NativeUnavailable
+from headrace.compiler import NativeUnavailable
 from headrace.kvcache.entries import RetentionClass
 from headrace.kvcache.store.files_posix import PosixFile, PosixFileLayer
 from headrace.kvcache.store.segments import copies, writes

@@ -16,16 +16,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from headrace.user_cache import cache_directory
+
 
 class NativeUnavailable(RuntimeError):
     """C++ cannot be used here; the message says why. Each library has a twin without it that does the same, slower."""
-
-
-def cache_directory() -> Path:
-    """$HEADRACE_CACHE, else $XDG_CACHE_HOME/headrace, else ~/.cache/headrace."""
-    if own := os.environ.get("HEADRACE_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
 
 
 def compiled(unit: Path, compile_flags: Sequence[str], link_flags: Sequence[str] = (), *, without: str) -> Path:
@@ -34,7 +29,7 @@ def compiled(unit: Path, compile_flags: Sequence[str], link_flags: Sequence[str]
     `without`: how to run without a compiler, for the message.
 
     Raises:
-        NativeUnavailable: no compiler (g++ or $CXX), it failed, or the cache cannot be written.
+        NativeUnavailable: no compiler (g++ or $CXX), it does not run or failed, or the cache cannot be written.
     """
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if compiler is None:
@@ -47,11 +42,14 @@ def compiled(unit: Path, compile_flags: Sequence[str], link_flags: Sequence[str]
 
 
 def source_digest(folder: Path, compiler: str, flags: Sequence[str]) -> str:
-    """24 hex digits of everything that decides what comes out."""
+    """24 hex digits of everything that decides what comes out. Raises NativeUnavailable: the compiler does not run."""
     digest = hashlib.sha256()
     for source in sorted((*folder.glob("*.h"), *folder.glob("*.cpp"))):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    except OSError as error:
+        raise NativeUnavailable(f"the C++ compiler {compiler} does not run: {error}") from error
     digest.update("\0".join((*flags, version, platform.machine(), _processor())).encode())
     return digest.hexdigest()[:24]
 
