@@ -12,33 +12,11 @@ from types import ModuleType
 import pytest
 from google.protobuf.descriptor import Descriptor, FileDescriptor
 
-from headrace.v1 import (
-    cache_pb2,
-    common_pb2,
-    control_pb2,
-    decode_pb2,
-    encoder_pb2,
-    events_pb2,
-    inference_pb2,
-    prefill_pb2,
-    registry_pb2,
-)
+from headrace.v1 import common_pb2, events_pb2, inference_pb2
+from tests.proto.modules import MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES: list[FileDescriptor] = [
-    module.DESCRIPTOR
-    for module in (
-        cache_pb2,
-        common_pb2,
-        control_pb2,
-        decode_pb2,
-        encoder_pb2,
-        events_pb2,
-        inference_pb2,
-        prefill_pb2,
-        registry_pb2,
-    )
-]
+FILES: list[FileDescriptor] = [module.DESCRIPTOR for module in MODULES]
 
 
 def load_generator() -> ModuleType:

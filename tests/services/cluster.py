@@ -42,11 +42,14 @@ EXACT = (
     # Compiling them takes longer than all tests of a process; tests/kernels compares them with torch.
     "load.native_kernels=false",
 )
-SMALL = (
+POOL = (
     "engine.kv_bytes=16777216",
     "engine.max_sequences=8",
     "engine.max_batched_tokens=40",
     "engine.snapshot_fraction=0.3",
+)
+SMALL = (
+    *POOL,
     "engine.lease_s=3",
     "log.format=json",
     "log.level=info",

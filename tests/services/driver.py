@@ -6,6 +6,7 @@ The steps stand apart, so that a test can stop between any two of them.
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -211,6 +212,16 @@ class Stream:
 
 
 @dataclass
+class Frozen:
+    """A request whose prefill was stopped in mid-push."""
+
+    id: common_pb2.AttemptId
+    call: AsyncIterator[prefill_pb2.RunResponse]
+    rows: int
+    """Landing rows that it was granted."""
+
+
+@dataclass
 class Driver:
     """Both workers and a stream."""
 
@@ -244,6 +255,18 @@ class Driver:
             ),
         )
         return prefill_pb2_grpc.PrefillServiceStub(self.prefill.channel).Run(request, timeout=PATIENCE_S)
+
+    async def freeze_in_push(self, request: EngineRequest) -> Frozen:
+        """Begin a request, and stop its prefill when rows are on the way. It is renewed until it is forgotten."""
+        spec = spec_of(request, self.decode, router=self.router)
+        reserved = await self.reserve(spec)
+        self.stream.keep(spec.id)
+        call = self.run(spec, reserved)
+        async for response in call:
+            if response.HasField("progress") and response.progress.rows_pushed:
+                self.prefill.send(signal.SIGSTOP)
+                return Frozen(spec.id, call, len(reserved.landing.parts[0].rows))
+        raise AssertionError("the run ended before it was frozen")
 
     async def generate(self, request: EngineRequest, **options: object) -> Answer:
         """The whole way of a request."""

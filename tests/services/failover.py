@@ -12,23 +12,9 @@ import grpc
 from bench.two_routers_harness.processes import EtcdCluster, Member
 from headrace.cli.client import replica_status
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from tests.services.cluster import EXACT, PATIENCE_S, POOL
 
-PATIENCE_S = 120.0
-"""Bound of every wait on a busy machine; nothing is asserted about how long it took."""
-EXACT = (
-    "load.dtype=float32",
-    "load.entry_format=float32",
-    "load.batch_invariant=true",
-    "load.block_tokens=16",
-    "load.native_kernels=false",
-)
-ENGINE = (
-    *EXACT,
-    "engine.kv_bytes=16777216",
-    "engine.max_sequences=8",
-    "engine.max_batched_tokens=40",
-    "engine.snapshot_fraction=0.3",
-)
+ENGINE = (*EXACT, *POOL)
 ROUTER = (
     "registry.ttl_seconds=2",
     "router.renew_seconds=0.5",

@@ -92,22 +92,14 @@ async def test_a_stopped_sender_is_alive_and_a_killed_one_is_dead(v3_mortal: Clu
     is gone the rows are free. Afterwards a new prefill serves."""
     prefill, decode = await v3_mortal.ensure("prefill"), await v3_mortal.ensure("decode")
     async with attached(prefill, decode) as driver:
-        spec = spec_of(make_request("frozen", prompt_of("frozen", LONG)), decode)
-        reserved = await driver.reserve(spec)
-        driver.stream.keep(spec.id)
-        call = driver.run(spec, reserved)
-        async for response in call:
-            if response.HasField("progress") and response.progress.rows_pushed:
-                prefill.send(signal.SIGSTOP)
-                break
+        frozen = await driver.freeze_in_push(make_request("frozen", prompt_of("frozen", LONG)))
         await v3_mortal.gone(prefill)
-        await driver.release(spec.id)
-        rows = len(reserved.landing.parts[0].rows)
+        await driver.release(frozen.id)
         await decode.until_logged("a sender left the registry")
-        assert await quarantined(decode) == rows
+        assert await quarantined(decode) == frozen.rows
         await prefill.kill()
         await decode.until_idle()
-        call.cancel()  # type: ignore[attr-defined]
+        frozen.call.cancel()  # type: ignore[attr-defined]
         driver.prefill = await v3_mortal.ensure("prefill")
         request = make_request("after", prompt_of("after", 50))
         assert len((await driver.generate(request)).tokens[0]) == request.max_tokens

@@ -9,16 +9,15 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from headrace.services.runtime.ids import new_incarnation
-from headrace.v1 import common_pb2, prefill_pb2
+from headrace.v1 import common_pb2
 from tests.services.cluster import PATIENCE_S, Cluster, WorkerProcess
 from tests.services.conftest import Offline
-from tests.services.driver import Driver, attached, make_request, spec_of
+from tests.services.driver import attached, make_request
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 ROUNDS = int(os.environ.get("HEADRACE_ROUNDS", "4"))
@@ -30,21 +29,6 @@ def prompt(name: str) -> list[int]:
     """Of its own from the first token on: nothing of it is cached anywhere."""
     dice = random.Random(name)
     return [dice.randrange(3, 250) for _ in range(LONG)]
-
-
-async def freeze_in_mid_push(driver: Driver, name: str) -> tuple[AsyncIterator[prefill_pb2.RunResponse], int]:
-    """Begin a request, stop its prefill when rows are on the way, and renew it no more; its call, and how many landing
-    rows it was granted."""
-    spec = spec_of(make_request(name, prompt(name)), driver.decode, router=driver.router)
-    reserved = await driver.reserve(spec)
-    driver.stream.keep(spec.id)
-    call = driver.run(spec, reserved)
-    async for response in call:
-        if response.HasField("progress") and response.progress.rows_pushed:
-            driver.prefill.send(signal.SIGSTOP)
-            driver.stream.forget(spec.id)
-            return call, len(reserved.landing.parts[0].rows)
-    raise AssertionError("the run ended before it was frozen")
 
 
 async def until_expired(decode: WorkerProcess, rows: int) -> None:
@@ -72,8 +56,9 @@ async def test_a_frozen_prefill_that_wakes_spoils_nobodys_tokens(
         quarantined = 0
         async with attached(frozen, decode, routers[0]) as first, attached(other, decode, routers[1]) as second:
             for index in range(ROUNDS):
-                call, rows = await freeze_in_mid_push(first, f"frozen-{index}")
-                await until_expired(decode, rows)
+                pushing = await first.freeze_in_push(make_request(f"frozen-{index}", prompt(f"frozen-{index}")))
+                first.stream.forget(pushing.id)
+                await until_expired(decode, pushing.rows)
                 quarantined += sum(pool.quarantined for pool in (await decode.status()).pools) > 0
                 request = make_request(f"next-{index}", prompt(f"next-{index}"), max_tokens=24)
                 running = asyncio.ensure_future(second.generate(request))
@@ -81,7 +66,7 @@ async def test_a_frozen_prefill_that_wakes_spoils_nobodys_tokens(
                 frozen.send(signal.SIGCONT)
                 answer = await running
                 assert answer.tokens == v3_offline.tokens(request), index
-                *_, last = [response async for response in call]
+                *_, last = [response async for response in pushing.call]
                 assert last.failed.target_lost, "nobody waits for it any more"
                 await decode.until_idle()
         assert quarantined == ROUNDS, "every round froze a sender with rows of its own to write"

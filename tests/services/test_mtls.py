@@ -29,23 +29,13 @@ from headrace.services.router.api_keys import KeyRole, KeysDocument, mint
 from headrace.services.router.key_stores import FileKeys
 from headrace.services.runtime.errors import HeadraceError, PermissionDenied, Unauthenticated, Unavailable
 from headrace.services.runtime.peers import Peer, PeerRole
-from headrace.v1 import (
-    cache_pb2,
-    common_pb2,
-    control_pb2,
-    decode_pb2,
-    encoder_pb2,
-    events_pb2,
-    inference_pb2,
-    prefill_pb2,
-    registry_pb2,
-)
+from headrace.v1 import cache_pb2, common_pb2, decode_pb2, encoder_pb2, inference_pb2, prefill_pb2, registry_pb2
+from tests.proto.modules import MODULES
 from tests.services.tiny import BLOCK
 
-CONTRACT = (cache_pb2, control_pb2, decode_pb2, encoder_pb2, events_pb2, inference_pb2, prefill_pb2, registry_pb2)
 METHODS = [
     f"/{service.full_name}/{method}"
-    for module in CONTRACT
+    for module in MODULES
     for service in module.DESCRIPTOR.services_by_name.values()
     for method in service.methods_by_name
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -84,14 +83,7 @@ async def test_memory_that_a_frozen_peer_may_write_is_not_given_back(cluster: Cl
     frozen, decode = await cluster.start("prefill"), await cluster.ensure("decode")
     incarnation = decode.replica.incarnation
     async with attached(frozen, decode) as driver:
-        spec = spec_of(make_request("frozen", prompt_of("frozen", LONG)), decode)
-        reserved = await driver.reserve(spec)
-        driver.stream.keep(spec.id)
-        call = driver.run(spec, reserved)
-        async for response in call:
-            if response.HasField("progress") and response.progress.rows_pushed:
-                frozen.send(signal.SIGSTOP)
-                break
+        pushing = await driver.freeze_in_push(make_request("frozen", prompt_of("frozen", LONG)))
         await begin_change(decode, PREFILL, wait_ms=100)
         status = await ended_change(decode)
         assert status.role_change.state == control_pb2.ROLE_CHANGE_STATE_FAILED
@@ -100,7 +92,7 @@ async def test_memory_that_a_frozen_peer_may_write_is_not_given_back(cluster: Cl
         assert status.replica.peer.incarnation == incarnation
         await frozen.kill()
         await decode.until_idle()
-        call.cancel()  # type: ignore[attr-defined]
+        pushing.call.cancel()  # type: ignore[attr-defined]
     async with attached(await cluster.ensure("prefill"), decode) as driver:
         request = make_request("again", prompt_of("again", 50))
         assert len((await driver.generate(request)).tokens[0]) == request.max_tokens

@@ -144,17 +144,23 @@ def test_nobody_can_hold_it() -> None:
     assert list(pairs_of(small).order(request(10 * BLOCK), no_match(2), 0.0)) == []
 
 
-def test_pairs_are_made_as_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand replicas a side are a million pairs; only those that are asked for are made."""
-    fleet = fleet_of(*prefills(1000), *decodes(1000))
-    made = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of the choices that are made in the test."""
+    rows: list[int] = []
     choice = Assessment.choice
 
     def counted(self: Assessment, row: int, prompt_tokens: int) -> Choice:
-        made.append(row)
+        rows.append(row)
         return choice(self, row, prompt_tokens)
 
     monkeypatch.setattr(Assessment, "choice", counted)
+    return rows
+
+
+def test_pairs_are_made_as_they_are_asked_for(made: list[int]) -> None:
+    """A thousand replicas a side are a million pairs; only those that are asked for are made."""
+    fleet = fleet_of(*prefills(1000), *decodes(1000))
     first = list(itertools.islice(pairs_of(fleet).order(request(), no_match(2000), 0.0), 40))
     assert len({pair.decode for pair in first}) > 1
     assert len(made) == 40
@@ -185,17 +191,9 @@ def test_each_decode_rank_comes_once_with_its_best_pair(
     assert list(pairs.by_decode(request(), no_match(8), 0.0, last)) == expected
 
 
-def test_distinct_decode_ranks_cost_one_pair_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distinct_decode_ranks_cost_one_pair_each(made: list[int]) -> None:
     """L23: a thousand idle prefill ranks do not stand between a full decode rank and the next one."""
     fleet = fleet_of(*prefills(1000), *decodes(40))
-    made = []
-    choice = Assessment.choice
-
-    def counted(self: Assessment, row: int, prompt_tokens: int) -> Choice:
-        made.append(row)
-        return choice(self, row, prompt_tokens)
-
-    monkeypatch.setattr(Assessment, "choice", counted)
     found = list(itertools.islice(pairs_of(fleet).by_decode(request(), no_match(1040), 0.0), 32))
     assert len({pair.decode for pair in found}) == 32
     assert len(made) <= 33

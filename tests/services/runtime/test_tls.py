@@ -25,22 +25,10 @@ from headrace.services.runtime.server import ServiceServer, open_channel
 from headrace.services.runtime.settings import FrontSettings, ListenSettings, RpcSettings
 from headrace.services.runtime.settings_load import SettingsError
 from headrace.services.runtime.tls import Tls
-from headrace.v1 import (
-    cache_pb2,
-    common_pb2,
-    control_pb2,
-    decode_pb2,
-    encoder_pb2,
-    events_pb2,
-    inference_pb2,
-    inference_pb2_grpc,
-    prefill_pb2,
-    registry_pb2,
-    registry_pb2_grpc,
-)
+from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc, registry_pb2, registry_pb2_grpc
+from tests.proto.modules import MODULES
 
 RPC = RpcSettings()
-CONTRACT = (cache_pb2, control_pb2, decode_pb2, encoder_pb2, events_pb2, inference_pb2, prefill_pb2, registry_pb2)
 
 
 class Clock:
@@ -255,7 +243,7 @@ def test_unusable_files_end_the_start(authority: Path, tmp_path: Path) -> None:
 def test_every_service_of_the_contract_has_its_callers() -> None:
     """A service without a row is closed to all, which would be found late; rows of methods that are gone mislead."""
     services: dict[str, ServiceDescriptor] = {
-        service.full_name: service for module in CONTRACT for service in module.DESCRIPTOR.services_by_name.values()
+        service.full_name: service for module in MODULES for service in module.DESCRIPTOR.services_by_name.values()
     }
     assert {name for name in SERVICES if name.startswith("headrace")} == set(services)
     for name in METHODS:
