@@ -16,6 +16,7 @@ from headrace.engine.loading import folder_dtype, read_config
 from headrace.engine.vision.loading import load_vision_tower
 from headrace.engine.vision.preprocess import ImageLimits, preprocess
 from headrace.engine.vision.tower import VisionTower
+from headrace.kvcache.transfer.base import PeerDescription
 from headrace.kvcache.transfer.nixl import NixlTransferEngine
 from headrace.kvcache.transfer.regions import MemoryRegion
 from headrace.services.encoder.cache import EmbeddingCache
@@ -28,6 +29,7 @@ from headrace.services.runtime.process import ServiceProcess
 from headrace.services.runtime.registry.base import Capacity, Rank, Replica
 from headrace.services.runtime.settings_load import SettingsError
 from headrace.services.worker.loads import publish_loads
+from headrace.services.worker.signing import Signer
 from headrace.services.worker.transfer_wire import agent_to_wire
 from headrace.v1 import common_pb2, control_pb2, encoder_pb2, encoder_pb2_grpc
 
@@ -73,18 +75,11 @@ async def _start(settings: EncoderSettings, folder: Path, life: Lifecycle) -> No
     life.on_close("transfer", partial(asyncio.to_thread, transfer.close))
     transfer.register(MemoryRegion(SOURCE, cache.memory))
 
-    model = common_pb2.ModelIdentity(name=settings.model.name, model_fingerprint=model_fp)
+    signer = settings.transfer.signer(tls=settings.tls.on)
+    capacity = Capacity(embedding_bytes=cache.memory.numel(), queue_requests=section.max_pending)
 
     def published() -> Replica:
-        # By the process's identity in it, those whom it writes to tell its death from silence (L6).
-        agent = agent_to_wire(transfer.describe(), process.replica_id, model)
-        return replace(
-            process.replica(),
-            model_name=settings.model.name,
-            model_fp=model_fp,
-            capacity=Capacity(embedding_bytes=cache.memory.numel(), queue_requests=section.max_pending),
-            ranks=(Rank(0, settings.load.device, agent.SerializeToString()),),
-        )
+        return published_encoder(process.replica(), settings, model_fp, transfer.describe(), capacity, signer)
 
     async def inspect(check: bool) -> Inspection:
         free, used, cached = cache.counts()
@@ -111,7 +106,7 @@ async def _start(settings: EncoderSettings, folder: Path, life: Lifecycle) -> No
         transfer,
         lease_s=section.lease_seconds,
         max_images=section.max_images,
-        signer=settings.transfer.signer(tls=settings.tls.on),
+        signer=signer,
     )
     process.server.add(
         encoder_pb2_grpc.add_EncoderServiceServicer_to_server,
@@ -124,6 +119,27 @@ async def _start(settings: EncoderSettings, folder: Path, life: Lifecycle) -> No
     life.spawn(_reap(cache, section.lease_seconds / 4), "lease-reaper")
     life.spawn(publish_loads(process, partial(_load_report, cache, encoder)), "load-publisher")
     await process.join(published(), partial(_canary, tower, limits))
+
+
+def published_encoder(
+    replica: Replica,
+    settings: EncoderSettings,
+    model_fp: bytes,
+    transfer: PeerDescription,
+    capacity: Capacity,
+    signer: Signer,
+) -> Replica:
+    """The membership entry. By the process's identity in its agent, those whom it writes to tell its death from
+    silence (L6)."""
+    model = common_pb2.ModelIdentity(name=settings.model.name, model_fingerprint=model_fp)
+    agent = agent_to_wire(transfer, replica.id, model, signer)
+    return replace(
+        replica,
+        model_name=settings.model.name,
+        model_fp=model_fp,
+        capacity=capacity,
+        ranks=(Rank(0, settings.load.device, agent.SerializeToString()),),
+    )
 
 
 def _load_report(cache: EmbeddingCache, encoder: ImageEncoder) -> common_pb2.LoadReport:
