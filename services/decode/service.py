@@ -22,7 +22,7 @@ from headrace.services.runtime.errors import FailedPrecondition, InvalidArgument
 from headrace.services.worker.engine_link import EngineLink
 from headrace.services.worker.events_wire import counts_from_wire, first_tokens_from_wire, reason_from_wire
 from headrace.services.worker.reports import EngineReporter, load_report
-from headrace.services.worker.signing import UNSIGNED, Signer
+from headrace.services.worker.signing import Signer
 from headrace.services.worker.spec_wire import ModelFacts, content_digest, engine_request, request_key
 from headrace.services.worker.transfer_wire import agent_to_wire, handle_from_wire, handle_to_wire
 from headrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc
@@ -43,7 +43,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         reporter: EngineReporter,
         clock: Clock,
         journal_tokens: int,
-        signer: Signer = UNSIGNED,
+        signer: Signer,
     ) -> None:
         self._signer = signer
         self._journal_tokens = journal_tokens

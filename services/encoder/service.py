@@ -27,7 +27,7 @@ from headrace.services.runtime.errors import (
     Unavailable,
 )
 from headrace.services.runtime.live import LiveSet, Outcome
-from headrace.services.worker.signing import UNSIGNED, Signer
+from headrace.services.worker.signing import Signer
 from headrace.services.worker.transfer_wire import agent_from_wire, checksums_to_wire, handle_from_wire
 from headrace.v1 import common_pb2, encoder_pb2, encoder_pb2_grpc
 
@@ -60,7 +60,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         *,
         lease_s: float,
         max_images: int,
-        signer: Signer = UNSIGNED,
+        signer: Signer,
     ) -> None:
         self._identity = identity
         self._cache = cache

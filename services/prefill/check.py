@@ -9,7 +9,7 @@ from headrace.kvcache.layout import KVLayout
 from headrace.kvcache.transfer.base import PeerDescription
 from headrace.services.prefill.target import shared_part
 from headrace.services.runtime.errors import Incompatible, InvalidArgument
-from headrace.services.worker.signing import UNSIGNED, Signer
+from headrace.services.worker.signing import Signer
 from headrace.services.worker.transfer_wire import agent_from_wire, handle_from_wire
 from headrace.v1 import prefill_pb2
 
@@ -23,7 +23,7 @@ class Target:
     agent: PeerDescription
 
 
-def check_target(request: prefill_pb2.RunRequest, layout: KVLayout, signer: Signer = UNSIGNED) -> Target:
+def check_target(request: prefill_pb2.RunRequest, layout: KVLayout, signer: Signer) -> Target:
     """The grant is of this cluster, for this request, and covers exactly the blocks that decode does not hold (L1, L4,
     L25)."""
     wire = request.target

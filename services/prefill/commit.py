@@ -16,7 +16,7 @@ from headrace.services.runtime.errors import Corrupt, HeadraceError, Unavailable
 from headrace.services.runtime.intercept import request_metadata
 from headrace.services.worker.channels import Channels
 from headrace.services.worker.events_wire import TokenBytes, first_tokens_to_wire, microseconds
-from headrace.services.worker.signing import UNSIGNED, Signer
+from headrace.services.worker.signing import Signer
 from headrace.services.worker.tier.preload import Preloaded
 from headrace.services.worker.transfer_wire import agent_from_wire, handle_from_wire, handle_to_wire
 from headrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2
@@ -47,7 +47,7 @@ class Committer:
         resends: int,
         loaded: Preloaded,
         on_resent: Callable[[], None],
-        signer: Signer = UNSIGNED,
+        signer: Signer,
     ) -> None:
         """`loaded`: what came from the cache tier for this run."""
         self._target = target

@@ -29,7 +29,7 @@ from headrace.services.runtime.errors import (
 )
 from headrace.services.runtime.intercept import request_metadata
 from headrace.services.worker.channels import Channels
-from headrace.services.worker.signing import UNSIGNED, Signer
+from headrace.services.worker.signing import Signer
 from headrace.services.worker.transfer_wire import agent_to_wire, handle_to_wire
 from headrace.v1 import common_pb2, encoder_pb2, encoder_pb2_grpc
 
@@ -57,7 +57,7 @@ class EmbeddingReceiver:
         peer: common_pb2.PeerId,
         model: common_pb2.ModelIdentity,
         dtype: torch.dtype,
-        signer: Signer = UNSIGNED,
+        signer: Signer,
     ) -> None:
         self.landing = landing
         self._transfer = transfer

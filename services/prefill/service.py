@@ -39,7 +39,7 @@ from headrace.services.runtime.intercept import request_metadata
 from headrace.services.worker.channels import Channels
 from headrace.services.worker.engine_host import LoadedModel
 from headrace.services.worker.engine_link import EngineLink
-from headrace.services.worker.signing import UNSIGNED, Signer
+from headrace.services.worker.signing import Signer
 from headrace.services.worker.spec_wire import engine_request, request_key
 from headrace.services.worker.tier.assembly import WorkerTier
 from headrace.services.worker.tier.preload import Preloaded
@@ -77,7 +77,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         clock: Clock,
         tier: WorkerTier,
         draining: Callable[[], bool],
-        signer: Signer = UNSIGNED,
+        signer: Signer,
     ) -> None:
         """`receiver` is None for a model without images."""
         self._tier = tier

@@ -20,7 +20,7 @@ from headrace.kvcache.transfer.regions import RegionRole
 from headrace.kvcache.transfer.wire_job import PushState
 from headrace.services.runtime.errors import InvalidArgument
 from headrace.services.worker.engine_host import ROWS, SLOTS
-from headrace.services.worker.signing import UNSIGNED, Signer
+from headrace.services.worker.signing import Signer
 from headrace.services.worker.transfer_wire import checksums_to_wire, handle_to_wire
 from headrace.v1 import common_pb2
 
@@ -147,7 +147,7 @@ class HandOverTarget:
         """Some push failed on the wire."""
         return any(push.state is PushState.FAILED for push in self._all)
 
-    def wire_handle(self, replica_id: str, signer: Signer = UNSIGNED) -> common_pb2.TransferHandle:
+    def wire_handle(self, replica_id: str, signer: Signer) -> common_pb2.TransferHandle:
         """The current grant."""
         return handle_to_wire(self.handle, replica_id, 0.0, signer)
 

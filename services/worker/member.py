@@ -10,7 +10,7 @@ from headrace.services.runtime.registry.base import Rank, Replica
 from headrace.services.worker.engine_host import LoadedModel
 from headrace.services.worker.reports import EngineReporter
 from headrace.services.worker.settings import WorkerSettings
-from headrace.services.worker.signing import UNSIGNED, Signer
+from headrace.services.worker.signing import Signer
 from headrace.services.worker.transfer_wire import agent_to_wire
 
 
@@ -20,7 +20,7 @@ def published_replica(
     settings: WorkerSettings,
     transfer: TransferEngine,
     reporter: EngineReporter,
-    signer: Signer = UNSIGNED,
+    signer: Signer,
 ) -> Replica:
     """The membership entry. Its agent carries the process's identity, by which peers tell its death from silence."""
     agent = agent_to_wire(transfer.describe(), process.replica_id, loaded.facts.wire(), signer)

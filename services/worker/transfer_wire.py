@@ -9,7 +9,7 @@ from headrace.kvcache.handle import ChecksumKind, Handle, LandingPart, PayloadKi
 from headrace.kvcache.transfer.base import PeerDescription
 from headrace.kvcache.transfer.regions import RegionDescription, RegionRole
 from headrace.services.runtime.errors import InvalidArgument
-from headrace.services.worker.signing import UNSIGNED, Signer
+from headrace.services.worker.signing import Signer
 from headrace.v1 import common_pb2
 
 _CHECKSUMS: Final = {
@@ -36,9 +36,7 @@ _PAYLOAD_OF: Final[dict[int, PayloadKind]] = {number: kind for kind, number in _
 _MEMORY_OF: Final[dict[int, str]] = {number: kind for kind, number in _MEMORY.items()}
 
 
-def handle_to_wire(
-    handle: Handle, replica_id: str, time_left_s: float, signer: Signer = UNSIGNED
-) -> common_pb2.TransferHandle:
+def handle_to_wire(handle: Handle, replica_id: str, time_left_s: float, signer: Signer) -> common_pb2.TransferHandle:
     """`replica_id` is the receiver's name; the handle itself knows only its incarnation."""
     wire = common_pb2.TransferHandle(
         transfer_id=handle.transfer_id,
@@ -62,9 +60,7 @@ def handle_to_wire(
     return signer.handle(wire)
 
 
-def handle_from_wire(
-    wire: common_pb2.TransferHandle, field: str = "landing", signer: Signer = UNSIGNED, *, fresh: bool = False
-) -> Handle:
+def handle_from_wire(wire: common_pb2.TransferHandle, field: str, signer: Signer, *, fresh: bool = False) -> Handle:
     """`fresh`: something is to be written by it, so its time must not be over.
 
     Raises InvalidArgument naming the field for anything that no handle could be, PermissionDenied for a forged or
@@ -105,7 +101,7 @@ def handle_from_wire(
 
 
 def agent_to_wire(
-    agent: PeerDescription, replica_id: str, model: common_pb2.ModelIdentity, signer: Signer = UNSIGNED
+    agent: PeerDescription, replica_id: str, model: common_pb2.ModelIdentity, signer: Signer
 ) -> common_pb2.TransferAgent:
     """How peers reach this process's transfer agent."""
     wire = common_pb2.TransferAgent(
@@ -133,7 +129,7 @@ def agent_to_wire(
     return signer.agent(wire)
 
 
-def agent_from_wire(wire: common_pb2.TransferAgent, field: str = "agent", signer: Signer = UNSIGNED) -> PeerDescription:
+def agent_from_wire(wire: common_pb2.TransferAgent, field: str, signer: Signer) -> PeerDescription:
     """Raises InvalidArgument naming the field for an agent that cannot be reached, PermissionDenied for a forged or
     altered one."""
     signer.check_agent(wire, field)

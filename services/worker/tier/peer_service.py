@@ -16,7 +16,7 @@ from headrace.kvcache.transfer.errors import TransferBusy, TransferError
 from headrace.kvcache.transfer.wire_job import PushState
 from headrace.services.runtime import peers
 from headrace.services.runtime.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
-from headrace.services.worker.signing import UNSIGNED, Signer
+from headrace.services.worker.signing import Signer
 from headrace.services.worker.tier.peer_messages import keys_from_wire, leased_to_wire
 from headrace.services.worker.transfer_wire import agent_from_wire
 from headrace.v1 import cache_pb2, cache_pb2_grpc
@@ -29,7 +29,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class CachePeerServicer(cache_pb2_grpc.CachePeerServiceServicer):
     """CachePeerService."""
 
-    def __init__(self, tier: HostTier, leases: LeaseTable, transfer: TransferEngine, signer: Signer = UNSIGNED) -> None:
+    def __init__(self, tier: HostTier, leases: LeaseTable, transfer: TransferEngine, signer: Signer) -> None:
         self._signer = signer
         self._tier = tier
         self._leases = leases

@@ -28,7 +28,7 @@ from headrace.services.runtime.errors import InvalidArgument, PermissionDenied
 from headrace.services.runtime.ids import short
 from headrace.services.runtime.registry.base import Registry, Removed, Replica, Role, State
 from headrace.services.worker.channels import Channels
-from headrace.services.worker.signing import UNSIGNED, Signer
+from headrace.services.worker.signing import Signer
 from headrace.services.worker.tier.peer_messages import leased_from_wire
 from headrace.services.worker.transfer_wire import agent_from_wire, agent_to_wire
 from headrace.v1 import cache_pb2, cache_pb2_grpc, common_pb2
@@ -67,7 +67,7 @@ class Reader:
     model: common_pb2.ModelIdentity
     data_centre: str
     host: str
-    signer: Signer = UNSIGNED
+    signer: Signer
     """Of agents, this process's and peers'."""
 
 
@@ -112,7 +112,7 @@ class Lessors:
             return None
         try:
             wire = common_pb2.TransferAgent.FromString(replica.ranks[0].agent)
-            agent = agent_from_wire(wire, signer=self._own.signer)
+            agent = agent_from_wire(wire, "agent", self._own.signer)
         except (DecodeError, InvalidArgument, PermissionDenied) as error:
             _log.warning("a member's transfer agent cannot be read", replica=replica.id, error=str(error))
             return None

@@ -27,6 +27,7 @@ from headrace.services.runtime.errors import (
     from_rpc_error,
 )
 from headrace.services.runtime.ids import new_incarnation
+from headrace.services.worker.signing import UNSIGNED
 from headrace.services.worker.transfer_wire import agent_from_wire, checksums_to_wire, handle_from_wire
 from headrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2
 from tests.services.cluster import PATIENCE_S
@@ -46,8 +47,8 @@ class Sender:
 
     async def push(self, wire: common_pb2.TransferHandle, agent: common_pb2.TransferAgent) -> list[int]:
         """Write every row of the grant; their checksums."""
-        handle = handle_from_wire(wire)
-        await asyncio.wrap_future(self.engine.connect(agent_from_wire(agent)))
+        handle = handle_from_wire(wire, "landing", UNSIGNED)
+        await asyncio.wrap_future(self.engine.connect(agent_from_wire(agent, "agent", UNSIGNED)))
         count = len(handle.landing_rows)
         pushed = self.engine.push(handle, [RowMove("rows", tuple(range(count)), handle.landing_rows)], last=True)
         return list((await pushed).checksums[0])
@@ -257,8 +258,8 @@ async def test_rows_wait_for_the_last_word(v3: Driver, sender: Sender) -> None:
     assert isinstance(await refused(sender.commit(grant.landing, [0, 0, 0], prompt_tokens=40)), NotFound)
     spec = spec_of(make_request("loud", prompt_of("loud", 40)), v3.decode)
     grant = await v3.reserve(spec)
-    await asyncio.wrap_future(sender.engine.connect(agent_from_wire(grant.agent)))
-    handle: Handle = handle_from_wire(grant.landing)
+    await asyncio.wrap_future(sender.engine.connect(agent_from_wire(grant.agent, "agent", UNSIGNED)))
+    handle: Handle = handle_from_wire(grant.landing, "landing", UNSIGNED)
     await v3.release(spec.id)
     await asyncio.wrap_future(sender.engine.end(handle, Outcome.FAILED))  # over the wire, not by RPC
     await v3.decode.until_idle()

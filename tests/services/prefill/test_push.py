@@ -31,6 +31,7 @@ from headrace.services.runtime.ids import new_incarnation
 from headrace.services.runtime.metrics import Metrics
 from headrace.services.runtime.server import ServiceServer
 from headrace.services.runtime.settings import ListenSettings
+from headrace.services.worker.signing import UNSIGNED
 from headrace.services.worker.transfer_wire import agent_to_wire, handle_from_wire, handle_to_wire
 from headrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests.services.cluster import PATIENCE_S, RPC, Cluster, WorkerProcess
@@ -83,18 +84,18 @@ class Receiver(decode_pb2_grpc.DecodeServiceServicer):
             peer=self.peer,
             endpoint=self.server.address,
             agent=self.agent,
-            landing=handle_to_wire(handle, self.peer.replica_id, 60.0),
+            landing=handle_to_wire(handle, self.peer.replica_id, 60.0, UNSIGNED),
         )
 
     @property
     def agent(self) -> common_pb2.TransferAgent:
-        return agent_to_wire(self.transfer.describe(), self.peer.replica_id, self.model)
+        return agent_to_wire(self.transfer.describe(), self.peer.replica_id, self.model, UNSIGNED)
 
     async def Commit(
         self, request: decode_pb2.CommitRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> decode_pb2.CommitResponse:
         self.commits.append(request)
-        handle = handle_from_wire(request.landing)
+        handle = handle_from_wire(request.landing, "landing", UNSIGNED)
         self.landing.notice(handle.transfer_id, complete=True)
         self.before_commit(len(self.commits), self.landing, handle.landing_rows)
         sums = [PartChecksums(tuple(part.rows)) for part in request.checksums]
@@ -104,7 +105,7 @@ class Receiver(decode_pb2_grpc.DecodeServiceServicer):
         except ChecksumMismatch as error:
             bad = [PartRequest(part.choice, part.blocks, with_slot=False) for part in error.bad]
             again = self.landing.reserve(handle.request_id, handle.attempt, bad, deadline=1e12)
-            landing = handle_to_wire(again, self.peer.replica_id, 60.0)
+            landing = handle_to_wire(again, self.peer.replica_id, 60.0, UNSIGNED)
             return decode_pb2.CommitResponse(resend=decode_pb2.CommitResend(landing=landing, agent=self.agent))
         return decode_pb2.CommitResponse(admitted=decode_pb2.CommitAdmitted())
 

@@ -31,6 +31,7 @@ from headrace.services.runtime.health import Health
 from headrace.services.runtime.metrics import Metrics
 from headrace.services.runtime.server import ServiceServer, open_channel
 from headrace.services.runtime.settings import ListenSettings, RpcSettings
+from headrace.services.worker.signing import UNSIGNED
 from headrace.v1 import common_pb2, encoder_pb2, encoder_pb2_grpc, inference_pb2
 from tests.services.encoder.test_cache import CONFIG, ROW_BYTES, TOWER
 
@@ -74,7 +75,7 @@ class Site:
         stack.push_async_callback(encoder.close)
         identity = EncoderIdentity(common_pb2.PeerId(replica_id=name, incarnation="1"), "", GROUP.model_fp, "float32")
         unused: Any = None
-        servicer = EncoderServicer(identity, cache, encoder, unused, lease_s=30.0, max_images=4)
+        servicer = EncoderServicer(identity, cache, encoder, unused, lease_s=30.0, max_images=4, signer=UNSIGNED)
         server = ServiceServer(ListenSettings(), RpcSettings(), Metrics(), Health())
         server.add(
             encoder_pb2_grpc.add_EncoderServiceServicer_to_server,

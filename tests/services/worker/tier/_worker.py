@@ -32,6 +32,7 @@ from headrace.services.runtime.registry.embedded import EmbeddedRegistry
 from headrace.services.runtime.server import ServiceServer
 from headrace.services.runtime.settings import ListenSettings, RpcSettings
 from headrace.services.worker.channels import Channels
+from headrace.services.worker.signing import UNSIGNED
 from headrace.services.worker.tier.peer_wire import Reader
 from headrace.services.worker.tier.peers import HostPeers
 from headrace.services.worker.transfer_wire import agent_to_wire
@@ -80,7 +81,7 @@ class Worker:
         self.tier = HostTier(buffer_of(memory), shape)
         self.peer = common_pb2.PeerId(replica_id=f"replica {incarnation[-2:]}", incarnation=incarnation)
         self.model = common_pb2.ModelIdentity(model_fingerprint=MODEL, layout_fingerprint=LAYOUT)
-        own = Reader(self.peer, self.model, "local", "here")
+        own = Reader(self.peer, self.model, "local", "here", UNSIGNED)
         self.channels = Channels(RpcSettings())
         self.peers = HostPeers(
             self.tier,
@@ -111,7 +112,7 @@ class Worker:
         await asyncio.to_thread(self.engine.close, 1.0)
 
     def replica(self) -> Replica:
-        agent = agent_to_wire(self.engine.describe(), self.peer.replica_id, self.model)
+        agent = agent_to_wire(self.engine.describe(), self.peer.replica_id, self.model, UNSIGNED)
         return Replica(
             id=self.peer.replica_id,
             incarnation=self.incarnation,

@@ -23,6 +23,7 @@ from headrace.kvcache.transfer.regions import RegionDescription, RegionRole
 from headrace.services.runtime.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from headrace.services.runtime.registry.base import Rank, Replica, Role, State
 from headrace.services.runtime.registry.embedded import EmbeddedRegistry
+from headrace.services.worker.signing import UNSIGNED
 from headrace.services.worker.tier.peer_messages import MAX_KEYS, keys_from_wire, leased_from_wire, leased_to_wire
 from headrace.services.worker.tier.peer_service import CachePeerServicer
 from headrace.services.worker.tier.peer_wire import Lessors, Reader
@@ -68,18 +69,19 @@ def replica(**more: Any) -> Replica:
         model_name="m",
         model_fp=MODEL,
         layout_fp=LAYOUT,
-        ranks=(Rank(0, "cpu", agent_to_wire(agent(OTHER), "decode-1", IDENTITY).SerializeToString()),),
+        ranks=(Rank(0, "cpu", agent_to_wire(agent(OTHER), "decode-1", IDENTITY, UNSIGNED).SerializeToString()),),
     )
     return replace(plain, **more)
 
 
 @pytest.mark.parametrize("role", [RegionRole.READABLE, RegionRole.FETCHED, RegionRole.LANDING_ROWS])
 def test_a_regions_use_survives_the_wire(role: RegionRole) -> None:
-    wire = agent_to_wire(agent(OTHER, role), "r", IDENTITY)
-    assert agent_from_wire(common_pb2.TransferAgent.FromString(wire.SerializeToString())).regions[0].role is role
+    wire = agent_to_wire(agent(OTHER, role), "r", IDENTITY, UNSIGNED)
+    sent = common_pb2.TransferAgent.FromString(wire.SerializeToString())
+    assert agent_from_wire(sent, "agent", UNSIGNED).regions[0].role is role
     wire.regions[0].use = 99  # type: ignore[assignment]
     with pytest.raises(InvalidArgument, match="use"):
-        agent_from_wire(wire)
+        agent_from_wire(wire, "agent", UNSIGNED)
 
 
 @pytest.mark.parametrize("retention", list(RetentionClass))
@@ -120,10 +122,11 @@ def test_keys_are_bounded_and_whole() -> None:
 async def test_only_workers_of_the_same_model_that_have_a_tier_are_lessors() -> None:
     """L14: same fingerprints, same data centre, up, with host memory to read; this host's first."""
     registry = EmbeddedRegistry()
-    own = Reader(common_pb2.PeerId(replica_id="own", incarnation=OWN), IDENTITY, "local", "here")
+    own = Reader(common_pb2.PeerId(replica_id="own", incarnation=OWN), IDENTITY, "local", "here", UNSIGNED)
     lessors = Lessors(own)
     following = asyncio.ensure_future(lessors.follow(registry))
-    no_tier = Rank(0, "cpu", agent_to_wire(agent(OTHER, RegionRole.LANDING_ROWS), "x", IDENTITY).SerializeToString())
+    without_tier = agent_to_wire(agent(OTHER, RegionRole.LANDING_ROWS), "x", IDENTITY, UNSIGNED)
+    no_tier = Rank(0, "cpu", without_tier.SerializeToString())
     strangers: list[dict[str, Any]] = [
         {"data_centre": "elsewhere"},
         {"model_name": "other", "model_fp": b"X" * 32},
@@ -183,7 +186,7 @@ class Lessor:
             self.tier.put(info(number), bytes([number]) * BLOCK)
         self.leases = LeaseTable(self.tier, max_leases=2, max_bytes=1 << 20)
         self.transfer = FakeTransfer()
-        self.servicer: Any = CachePeerServicer(self.tier, self.leases, self.transfer)  # type: ignore[arg-type]
+        self.servicer: Any = CachePeerServicer(self.tier, self.leases, self.transfer, UNSIGNED)  # type: ignore[arg-type]
 
     async def lease(self, *numbers: int, reader: str = OTHER) -> cache_pb2.LeaseResponse:
         request = cache_pb2.LeaseRequest(
@@ -195,7 +198,7 @@ class Lessor:
     def send(self, lease_id: str, number: int = 1, reader: str = OTHER) -> asyncio.Task[cache_pb2.SendResponse]:
         request = cache_pb2.SendRequest(
             lease_id=lease_id,
-            reader=agent_to_wire(agent(reader, RegionRole.FETCHED), "r", IDENTITY),
+            reader=agent_to_wire(agent(reader, RegionRole.FETCHED), "r", IDENTITY, UNSIGNED),
             targets=[cache_pb2.SendTarget(key=info(number).key, offset=64)],
             time_left_ms=5000,
         )
