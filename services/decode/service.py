@@ -79,17 +79,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def _reserve(self, request: decode_pb2.ReserveRequest) -> decode_pb2.ReserveResponse:
         if request.embeddings:
             raise Unimplemented("embeddings", "decode does not compute images again; leave the field unset")
-        if not request.spec.router.incarnation:
-            raise InvalidArgument("names no router", field="spec.router")
-        peers.require_claim(request.spec.router, field="spec.router")
         spec = request.spec
+        router = _router_of(spec)
         # No token goes out before the router has granted credit over its stream.
         wanted = engine_request(spec, self._facts, self._clock.monotonic(), credit=0)
         image_tokens = sum(span.length for span in spec.image_spans)
         begun = self._hub.begin(
             RequestJournal(
                 wanted.key,
-                spec.router.incarnation,
+                router,
                 [Start(wanted.delivered_to(state.choice), state.received_tokens) for state in spec.choices],
                 image_tokens,
                 content=content_digest(spec),
@@ -130,10 +128,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def Adopt(self, request: decode_pb2.AdoptRequest, context: _Context) -> decode_pb2.AdoptResponse:
         """See decode.proto."""
         spec = request.spec
-        if not spec.router.incarnation:
-            raise InvalidArgument("names no router", field="spec.router")
+        router = _router_of(spec)
         offsets = [state.received_tokens for state in spec.choices]
-        adopted = self._hub.adopt(spec.id.request_id, content_digest(spec), offsets, spec.router.incarnation)
+        adopted = self._hub.adopt(spec.id.request_id, content_digest(spec), offsets, router)
         return decode_pb2.AdoptResponse() if adopted is None else adopted
 
     # --- transfers ---------------------------------------------------------------------------------------------
@@ -212,3 +209,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         assert request.deadline is not None
         left_s = request.deadline - self._clock.monotonic()
         return handle_to_wire(handle, self._peer.replica_id, left_s, self._signer)
+
+
+def _router_of(spec: common_pb2.RequestSpec) -> str:
+    """The incarnation of the router that a request is of, which must be the caller. Raises InvalidArgument,
+    PermissionDenied."""
+    if not spec.router.incarnation:
+        raise InvalidArgument("names no router", field="spec.router")
+    peers.require_claim(spec.router, field="spec.router")
+    return spec.router.incarnation
