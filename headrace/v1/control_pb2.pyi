@@ -374,7 +374,9 @@ class DrainRequest(_message.Message):
     wait_ms: _builtins.int
     """Wait this long for what runs before answering."""
     hand_over: _builtins.bool
-    """What still runs after wait_ms is ended with UNAVAILABLE, so that routers continue it elsewhere."""
+    """What still runs after wait_ms is ended with UNAVAILABLE, so that routers continue it elsewhere. Prefill and decode;
+    UNIMPLEMENTED for others, and nothing is drained then.
+    """
     def __init__(
         self,
         *,

@@ -121,6 +121,9 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
                 raise InvalidArgument("takes work again and waits for nothing: leave the others unset", field="resume")
             await intake.resume()
         else:
+            if request.hand_over and intake.hand_over is None:
+                role = self._replica().role
+                raise Unimplemented("hand_over", f"a {role} hands nothing over; leave the field unset")
             await intake.drain(request.wait_ms / 1000, hand_over=request.hand_over)
         return control_pb2.DrainResponse(live=intake.live, state=state_to_wire(intake.state))
 
