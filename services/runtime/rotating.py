@@ -31,7 +31,7 @@ class RotatingChannel(grpc.aio.Channel):
         """`make` opens a channel with the certificates in force, `generation` says which those are."""
         self._make = make
         self._generation = generation
-        self._life = _Life(make(), generation())
+        self._life = self._open(generation())
         self._former: set[_Life] = set()
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -39,10 +39,15 @@ class RotatingChannel(grpc.aio.Channel):
         """The channel for a new call."""
         generation = self._generation()
         if generation != self._life.generation:
-            former, self._life = self._life, _Life(self._make(), generation)
+            former, self._life = self._life, self._open(generation)
             self._former.add(former)
             self._close_if_quiet(former)
         return self._life
+
+    def _open(self, generation: int) -> _Life:
+        """`generation` was asked for before: certificates that are exchanged in between make the channel newer than it
+        says, and the next call opens another one; the other way round an old one would pass for new."""
+        return _Life(self._make(), generation)
 
     def began(self, life: _Life, call: Any) -> None:
         """A call went out on `life`; it stays open until the call has ended."""

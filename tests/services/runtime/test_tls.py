@@ -212,6 +212,29 @@ async def test_a_former_channel_lives_until_its_last_call(authority: Path) -> No
     assert made[1].closed
 
 
+async def test_a_rotation_while_a_channel_opens_is_not_missed() -> None:
+    """A channel with the former certificates never passes for one with the new."""
+    in_force = 1
+
+    class Plain:
+        def __init__(self, certificates: int) -> None:
+            self.certificates = certificates
+
+        async def close(self, grace: float | None = None) -> None:
+            pass
+
+    def make() -> Any:
+        nonlocal in_force
+        made = Plain(in_force)
+        in_force = 2
+        return made
+
+    channel = RotatingChannel(make, lambda: in_force)
+    opened: Any = channel.life().channel
+    assert opened.certificates == 2
+    await channel.close()
+
+
 def test_a_rotation_half_done_leaves_the_former_files_in_force(authority: Path) -> None:
     """A certificate whose key has not come yet is not taken; both together are."""
     clock = Clock()
