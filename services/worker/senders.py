@@ -18,6 +18,7 @@ from headrace.kvcache.transfer.wire import MalformedBytes, decode_envelope
 from headrace.services.runtime import logs
 from headrace.services.runtime.ids import short
 from headrace.services.runtime.registry.base import Registry, Removed, Replica, Role
+from headrace.services.worker.lives import CHANGEABLE
 from headrace.v1 import common_pb2
 
 _log = logs.get(__name__)
@@ -43,13 +44,16 @@ class SenderWatch:
 
     async def follow(self, registry: Registry) -> None:
         """Keep up with the registry, for ever. Roles that a process changes to are watched for its next life."""
-        async for event in registry.watch(frozenset({self._role, Role.PREFILL, Role.DECODE})):
+        roles = CHANGEABLE if self._role in CHANGEABLE else (self._role,)
+        async for event in registry.watch(frozenset(roles)):
             replica = event.replica
             own = replica.role is self._role
             if isinstance(event, Removed):
                 if own:
                     self._suspect(replica)
                 continue
+            if not own and not self._suspects:
+                continue  # agents are not read at every load that is published
             found = tuple(_processes(rank.agent for rank in replica.ranks))
             if own:
                 self._processes[replica.incarnation] = found
