@@ -138,6 +138,9 @@ class NativeWrites(Writes):
 
 
 def open_writes(files: FileLayer, threads: int, ended: Ended) -> Writes:
-    """The faster kind that works over these files."""
-    library = records_library() if files.descriptors else None
-    return ThreadWrites(threads, ended) if library is None else NativeWrites(library, threads, ended)
+    """The faster kind that works over these files. Over all of them payloads are copied by the library (copies.py),
+    so it is asked for here, at the store's start: the first put would wait for its compiler."""
+    library = records_library()
+    if library is None or not files.descriptors:
+        return ThreadWrites(threads, ended)
+    return NativeWrites(library, threads, ended)

@@ -190,3 +190,16 @@ def test_who_writes_what(library: RecordsLibrary, tmp_path: Path, monkeypatch: p
     assert kind(OtherLayer(tmp_path)) is ThreadWrites
     monkeypatch.setattr(writes, "records_library", lambda: None)
     assert kind(PosixFileLayer(tmp_path)) is ThreadWrites
+
+
+@pytest.mark.parametrize("descriptors", [True, False])
+def test_the_library_is_had_before_the_first_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, descriptors: bool
+) -> None:
+    """A put copies by it over files of every kind (3FS's are no descriptors) and never waits for a compiler."""
+    asked: list[None] = []
+    monkeypatch.setattr(writes, "records_library", lambda: asked.append(None))
+    layer = BufferedLayer(tmp_path)
+    monkeypatch.setattr(layer, "descriptors", descriptors, raising=False)
+    writes.open_writes(layer, 1, lambda run, failure: None)
+    assert asked
