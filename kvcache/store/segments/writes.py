@@ -36,7 +36,8 @@ class Writes(ABC):
     """Runs are written in any order. The headers in them are whole but for their checksum, which is added here."""
 
     @abstractmethod
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Make the threads; nothing is submitted before."""
 
     @abstractmethod
     def submit(self, run: Run) -> None:
@@ -93,14 +94,17 @@ class NativeWrites(Writes):
 
     def __init__(self, library: RecordsLibrary, threads: int, ended: Ended) -> None:
         self._calls = library.free
+        self._count = threads
         self._ended = ended
         self._tags = itertools.count()
         self._runs: dict[int, Run] = {}
         """Submitted and not ended: keeps the memory that is being written."""
-        self._writers = ctypes.c_void_p(library.free.headrace_writers_new(threads, FIELD_BYTES))
+        self._writers = ctypes.c_void_p()
+        """The C++ threads, once started."""
         self._thread = threading.Thread(target=self._collect, name="store-written", daemon=True)
 
     def start(self) -> None:
+        self._writers = ctypes.c_void_p(self._calls.headrace_writers_new(self._count, FIELD_BYTES))
         self._thread.start()
 
     def submit(self, run: Run) -> None:
