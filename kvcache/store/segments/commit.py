@@ -6,7 +6,6 @@ group the next one is synced, and whatever was synced meanwhile the index is tol
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import queue
@@ -174,23 +173,26 @@ class Committer:
 
     def _tell_groups(self) -> None:
         ended = False
-        while not ended and (group := self._synced.get()) is not None:
-            groups = [group]
-            with contextlib.suppress(queue.Empty):
-                while not ended:
-                    more = self._synced.get_nowait()
-                    ended = more is None
-                    groups += [] if more is None else [more]
-            written = [(segment, pendings) for each in groups for segment, pendings in each.written.items()]
-            try:
-                self._commit(written)
-            except Exception:  # noqa: BLE001 - the boundary: one bad group must not end all writing (L13)
-                left = [pending for _, pendings in written for pending in pendings if not pending.settled]
-                _log.exception("a group of %d records was given up", len(left))
-                self._fail(left, "internal")
-            for each in groups:
-                for segment in each.retired:
-                    self._sealer.put(segment)
+        while not ended:
+            got = [self._synced.get()]
+            while not self._synced.empty():  # nobody else takes from it
+                got.append(self._synced.get())
+            groups = [group for group in got if group is not None]
+            ended = len(groups) < len(got)
+            if groups:
+                self._tell_of(groups)
+
+    def _tell_of(self, groups: Sequence[_Synced]) -> None:
+        written = [(segment, pendings) for group in groups for segment, pendings in group.written.items()]
+        try:
+            self._commit(written)
+        except Exception:  # noqa: BLE001 - the boundary: one bad group must not end all writing (L13)
+            left = [pending for _, pendings in written for pending in pendings if not pending.settled]
+            _log.exception("a group of %d records was given up", len(left))
+            self._fail(left, "internal")
+        for group in groups:
+            for segment in group.retired:
+                self._sealer.put(segment)
 
     def _commit(self, written: Iterable[tuple[OpenSegment, Sequence[Pending]]]) -> None:
         ours: list[tuple[OpenSegment, Sequence[Pending]]] = []
