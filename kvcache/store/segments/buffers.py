@@ -95,12 +95,7 @@ class BufferPool:
         """Buffers of these sizes, in order, as far as there is room now."""
         buffers: list[Buffer] = []
         with self._changed:
-            for size in map(aligned, sizes):
-                given = self._given.get(size)
-                if given:
-                    buffers.append(given.pop())
-                    self._taken += size
-                    continue
+            for size in sizes:
                 buffer = self.take(size)
                 if buffer is None:
                     break

@@ -80,18 +80,18 @@ class Intake:
         epoch, now = self._epoch(), self._wall()
         places = self._new_ones(entries, now)
         buffers = self._buffers.take_now(record_bytes(entries[place].info.length) for place in places)
-        refused = places[len(buffers) :]
+        taken, refused = places[: len(buffers)], places[len(buffers) :]
         if refused:
             self._entries.release([entries[place].info.key for place in refused])
             self._counters.add(refused_full=len(refused))
         # The disk has work while the rest is copied.
-        for part in (slice(0, _FIRST), slice(_FIRST, len(buffers))):
+        for part in (slice(0, _FIRST), slice(_FIRST, None)):
             if buffers[part]:
-                self._accept(entries, places[part], buffers[part], ticket, epoch, now)
+                self._accept(entries, taken[part], buffers[part], ticket, epoch, now)
         accepted = [False] * len(entries)
-        for place in places[: len(buffers)]:
+        for place in taken:
             accepted[place] = True
-        ticket.settle_many([place for place, taken in enumerate(accepted) if not taken], False)
+        ticket.settle_many([place for place, is_taken in enumerate(accepted) if not is_taken], False)
         ticket.seal()
         return PutTicket(tuple(accepted), ticket.durable)
 
@@ -105,7 +105,6 @@ class Intake:
         now: float,
     ) -> None:
         """Copy the entries at these places and queue them."""
-        places = places[: len(buffers)]
         fill(buffers, [entries[place].payload for place in places])
         buckets: dict[tuple[bytes, RetentionClass], Bucket] = {}
         ready: list[Pending] = []
