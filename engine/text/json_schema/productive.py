@@ -31,21 +31,22 @@ class Productive:
         return tuple(one for one in self._reached[numbers] if self._finite(one))
 
     def _reach(self, root: Conjunction) -> None:
-        if root in self._reached:
-            return
+        """Everything that it needs; what was reached before is decided already."""
+        fresh: list[Conjunction] = []
         queue = [root]
         while queue:
             numbers = queue.pop()
             if numbers in self._reached:
                 continue
             self._reached[numbers] = self._expander.conjunction(numbers)
+            fresh.append(numbers)
             for one in self._reached[numbers]:
                 queue += self._needs(one)
         grown = True
         while grown:
             grown = False
-            for numbers, alternatives in self._reached.items():
-                if numbers not in self._good and any(self._finite(one) for one in alternatives):
+            for numbers in fresh:
+                if numbers not in self._good and any(self._finite(one) for one in self._reached[numbers]):
                     self._good.add(numbers)
                     grown = True
 
