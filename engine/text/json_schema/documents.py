@@ -44,6 +44,8 @@ class Place:
 
     schema: Subschema
     resolver: Any
+    base: Any
+    """The resource around it, held so that its id stays its own."""
 
 
 class Documents:
@@ -54,7 +56,6 @@ class Documents:
         self._places: list[Place] = []
         self._numbers: dict[tuple[str, int], int] = {}
         self._lookups: dict[tuple[int, str], int] = {}
-        self._roots: list[Any] = []
         self._dynamic: Counter[str] = Counter()
         _count_dynamic(self.root_schema, self._dynamic, 0)
         resource = DRAFT202012.create_resource(cast(Any, self.root_schema))
@@ -68,49 +69,41 @@ class Documents:
         """The number of a subschema that stands where `resolver` resolves."""
         if isinstance(schema, dict) and isinstance(schema.get("$id"), str) and self._places:
             resolver = resolver.in_subresource(DRAFT202012.create_resource(cast(Any, schema)))
+        return self._place(schema, resolver)
+
+    def _place(self, schema: Subschema, resolver: Any) -> int:
+        """The same where `resolver` stands in the resource of the subschema's own $id already."""
         base = resolver.lookup("#").contents
-        self._roots.append(base)  # its id stays its own
         key = (_canonical(schema), id(base))
         number = self._numbers.get(key)
         if number is None:
             if len(self._places) >= MOST_PLACES:
                 raise SchemaRefused(f"it unfolds into more than {MOST_PLACES} subschemas")
             number = self._numbers[key] = len(self._places)
-            self._places.append(Place(schema, resolver))
+            self._places.append(Place(schema, resolver, base))
         return number
 
     def follow(self, number: int, keyword: str, reference: Json) -> int:
         """What a $ref or $dynamicRef in subschema `number` names."""
         if not isinstance(reference, str):
             raise SchemaRefused("is no string", keyword)
-        resolver = self._places[number].resolver
-        key = (id(resolver.lookup("#").contents), f"{keyword}{reference}")
+        place = self._places[number]
+        key = (id(place.base), f"{keyword}{reference}")
         known = self._lookups.get(key)
         if known is not None:
             return known
         if keyword == "$dynamicRef" and self._dynamic[reference.rpartition("#")[2]] > 1:
             raise SchemaRefused("several $dynamicAnchor of one name make its meaning depend on the way", keyword)
         try:
-            resolved = resolver.lookup(reference)
+            resolved = place.resolver.lookup(reference)
         except Unresolvable:
             raise SchemaRefused(
                 f"{reference!r} is not in the schema; other documents are not fetched", keyword
             ) from None
         if not isinstance(resolved.contents, bool | dict):
             raise SchemaRefused(f"{reference!r} names no schema", keyword)
-        found = self._lookups[key] = self._resolved(resolved)
+        found = self._lookups[key] = self._place(resolved.contents, resolved.resolver)
         return found
-
-    def _resolved(self, resolved: Any) -> int:
-        # The resolver of what was found stands in its resource already: its $id must not be applied again.
-        base = resolved.resolver.lookup("#").contents
-        key = (_canonical(resolved.contents), id(base))
-        number = self._numbers.get(key)
-        if number is None:
-            number = self._numbers[key] = len(self._places)
-            self._places.append(Place(resolved.contents, resolved.resolver))
-            self._roots.append(base)
-        return number
 
 
 def _parse(text: str) -> bool | dict[str, Json]:
