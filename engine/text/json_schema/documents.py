@@ -102,6 +102,8 @@ class Documents:
             ) from None
         if not isinstance(resolved.contents, bool | dict):
             raise SchemaRefused(f"{reference!r} names no schema", keyword)
+        # It may stand below a keyword that the dialect does not know, where nothing has been checked yet.
+        _check(json.loads(json.dumps(resolved.contents, default=float)), f"what {reference!r} names")
         found = self._lookups[key] = self._place(resolved.contents, resolved.resolver)
         return found
 
@@ -117,12 +119,17 @@ def _parse(text: str) -> bool | dict[str, Json]:
         dialect = schema.get("$schema", DIALECTS[0])
         if dialect not in DIALECTS:
             raise SchemaRefused(f"{dialect!r} is not the 2020-12 dialect, which alone is understood", "$schema")
+    _check(json.loads(text), "it")
+    return schema
+
+
+def _check(schema: object, what: str) -> None:
+    """SchemaRefused where the keywords that the dialect knows have wrong values. Numbers are Python's own."""
     try:
-        Draft202012Validator.check_schema(json.loads(text))
+        Draft202012Validator.check_schema(cast(Any, schema))
     except SchemaError as error:
         where = "/".join(str(step) for step in error.absolute_path)
-        raise SchemaRefused(f"it is wrong at {where or 'the top'}: {error.message}") from None
-    return schema
+        raise SchemaRefused(f"{what} is wrong at {where or 'the top'}: {error.message}") from None
 
 
 def _no_constant(name: str) -> Json:

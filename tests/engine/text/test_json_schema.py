@@ -116,6 +116,8 @@ def test_exactly_the_instances(schema: Any, good: list[Any], bad: list[Any]) -> 
         ('{"type": "string", "pattern": "(a)\\\\1"}', "uses"),
         ('{"$ref": "other.json"}', "not fetched"),
         ('{"$ref": "#"}', "refers to itself"),
+        ('{"x": {"minLength": "1"}, "$ref": "#/x"}', "what '#/x' names is wrong at minLength"),
+        ('{"x": {"pattern": "(?<a"}, "$ref": "#/x"}', "what '#/x' names is wrong at pattern"),
         ('{"type": "string", "enum": [1]}', "no value"),
         ('{"$defs": {"a": {"type": "object", "required": ["x"], "properties": {"x": {"$ref": "#/$defs/a"}}}}, "$ref": "#/$defs/a"}', "no value"),
         ('{"type": "array", "contains": true, "maxContains": 3}', "maxContains"),
