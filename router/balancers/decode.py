@@ -117,6 +117,10 @@ class Joint:
             return None
         return self._probes.take(columns.numbers, slowness, self._fleet.loads(Role.DECODE, now).own, now)
 
+    def clear(self, number: int) -> None:
+        """The rank is gone; its number is the next newcomer's."""
+        self._probes.clear(number)
+
     def project(self, request: RoutingRequest, arrives: float, now: float, *, probe: int | None = None) -> Projection:
         """Running requests end in the meantime and the others grow; what was admitted before will have arrived."""
         columns, loads = self._fleet.columns(Role.DECODE), self._fleet.loads(Role.DECODE, now)

@@ -146,6 +146,11 @@ class JointPair:
                 size = pair.prefill.kv_bytes(request.prompt_tokens)
                 self._links.charge(source, target, size, self._accelerators(source, target), now)
 
+    def clear(self, number: int) -> None:
+        """A rank of either side is gone; its number is the next newcomer's."""
+        self._prefill.clear(number)
+        self._decode.clear(number)
+
     def _pairs(
         self, request: RoutingRequest, sources: Assessment, first: int, targets: Projection, now: float
     ) -> Iterator[Pair]:

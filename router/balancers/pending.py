@@ -65,6 +65,14 @@ class Pending:
                 depths.setdefault(number, place)
         return depths
 
+    def clear(self, number: int) -> None:
+        """The rank is gone; its number is the next newcomer's, which was sent none of it."""
+        for key in [key for key, holders in self._holders.items() if number in holders]:
+            holders = self._holders[key]
+            del holders[number]
+            if not holders:
+                del self._holders[key]
+
     def _expire(self, now: float) -> None:
         while self._order and (len(self._order) > self._most or self._order[0][0] < now - self._keep_s):
             since, key, number = self._order.popleft()

@@ -146,6 +146,11 @@ class NewWork:
         if self.pending is not None and number is not None:
             self.pending.note(request.blocks, number, now)
 
+    def clear(self, number: int) -> None:
+        """The rank is gone; its number is the next newcomer's."""
+        if self.pending is not None:
+            self.pending.clear(number)
+
     def assess(self, request: RoutingRequest, match: PrefixMatch, now: float) -> Assessment:
         """Every candidate at once."""
         columns, loads = self._fleet.columns(Role.PREFILL), self._fleet.loads(Role.PREFILL, now)

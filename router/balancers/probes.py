@@ -21,6 +21,10 @@ class Probes:
         self._last: dict[int, float] = {}
         """When a rank was last tried, by its number."""
 
+    def clear(self, number: int) -> None:
+        """The rank is gone; its number is the next newcomer's, which was never tried."""
+        self._last.pop(number, None)
+
     def due(self) -> bool:
         """One more request: whether it may be a probe."""
         self._since += 1

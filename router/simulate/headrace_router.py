@@ -130,6 +130,7 @@ class HeadraceRouter:
             self._learned.pop(number, None)
             self._prefill_cost.clear(number)
             self._steps.forget(name, number)
+            self._pair.clear(number)
 
     def report(self, role: Role, rank: int, report: Report, batch: PrefillBatch | None, now: float) -> None:
         name = self._ids.get((role, rank))

@@ -112,6 +112,7 @@ class Balance:
         self._steps.pop(rank, None)
         self.prefill_cost.clear(number)
         self._decode_steps.forget(rank, number)
+        self.pairs.clear(number)
         self.conditional.clear(number)
 
 

@@ -260,6 +260,21 @@ def test_pending_finds_most_of_a_shared_beginning() -> None:
     assert len(pending) == 0
 
 
+def test_pending_forgets_a_rank_that_is_gone() -> None:
+    """L14: the next rank with the number was sent nothing; what others were sent stays, and so does what is sent on."""
+    pending = Pending(keep_s=10.0)
+    pending.note(keys("abc"), 3, 0.0)
+    pending.note(keys("abc"), 5, 0.0)
+    pending.note(keys("xyz"), 3, 0.0)
+    pending.clear(3)
+    assert pending.depths(keys("abc"), 1.0) == {5: 3}
+    assert pending.depths(keys("xyz"), 1.0) == {}
+    pending.note(keys("abc"), 3, 5.0)
+    assert pending.depths(keys("abc"), 12.0) == {3: 3}, "the older note's end is not the newer one's"
+    assert pending.depths(keys("abc"), 16.0) == {}
+    assert len(pending) == 0
+
+
 def test_pending_is_bounded() -> None:
     """L24 for what the router remembers of a burst."""
     pending = Pending(keep_s=1e9, most=200)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from headrace.router.balancers.decode import Joint
-from headrace.router.balancers.probes import EVERY_REQUESTS, EVERY_S
+from headrace.router.balancers.probes import EVERY_REQUESTS, EVERY_S, Probes
 from headrace.router.cost.curves import DecodeCurve
 from headrace.router.cost.decode import DecodeCost
 from headrace.router.fleet import Amount, Fleet
@@ -80,6 +82,16 @@ def test_probes_are_bounded_by_time_and_by_what_runs_there() -> None:
     assert projection.probe is None, "looking is not sending"
     assert first(later) == slow
     assert all(first(later + 100.0) != slow for _ in range(EVERY_REQUESTS)), "one request of so many"
+
+
+def test_a_newcomer_with_the_number_of_one_that_was_tried_is_tried_at_once() -> None:
+    """L14: when the other was tried says nothing of it."""
+    numbers, slowness, own = np.array([0, 1]), np.array([1.0, 5.0]), np.array([0, 0])
+    probes = Probes()
+    assert probes.take(numbers, slowness, own, 0.0) == 1
+    assert probes.take(numbers, slowness, own, 1.0) is None
+    probes.clear(1)
+    assert probes.take(numbers, slowness, own, 1.0) == 1
 
 
 def test_no_probe_where_nobody_is_slow() -> None:

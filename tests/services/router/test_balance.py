@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,26 @@ def test_costs_follow_what_steps_took() -> None:
     assert number is not None
     balance.forget(prefill, number)
     balance.learn(prefill, report(99, 1.0, 10), 99.0)
+
+
+def test_a_newcomer_inherits_nothing_of_the_rank_that_had_its_number() -> None:
+    """L14: prompts that were sent to the rank which left are no hits of the one that comes."""
+    fleet = fleet_of(*prefills(2), *decodes(1))
+    balance = Balance(fleet, BalanceSection())
+    asked = request(text="abcdefgh")
+    pair = next(balance.pairs.order(asked, no_match(fleet.numbers.size), 0.0))
+    balance.pairs.chosen(asked, pair, 0.0)
+    again = next(balance.pairs.order(asked, no_match(fleet.numbers.size), 0.0))
+    assert again.prefill == pair.prefill
+    assert again.prediction.hit_tokens > 0
+    rank = pair.prefill.id
+    number = fleet.forget(rank)
+    assert number is not None
+    balance.forget(rank, number)
+    fleet.put(rank.replica_id, "2", [replace(pair.prefill, id=RankId(rank.replica_id, "2", rank.rank))])
+    assert fleet.numbers.get(RankId(rank.replica_id, "2", rank.rank)) == number
+    found = balance.pairs.order(asked, no_match(fleet.numbers.size), 1.0)
+    assert {(one.prefill.id.incarnation, one.prediction.hit_tokens) for one in found} == {("1", 0), ("2", 0)}
 
 
 class _NoPrefixes:
