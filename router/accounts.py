@@ -88,7 +88,6 @@ class Accounts:
         if number < len(self._tables.own):
             self._tables.own[number] = self._tables.since[number] = 0
             self._tables.reported[number] = 0
-            self._tables.told[number] = 0.0
             self._tables.reported_at[number] = -math.inf
             self._tables.assigned[number] = 0.0
         self._live.pop(number, None)
@@ -104,13 +103,10 @@ class Accounts:
         """What it said last is not believed any more: own knowledge decides (L22)."""
         self._tables.reported_at[number] = -math.inf
 
-    def report(
-        self, number: int, counts: tuple[int, int, int], told: tuple[float, float], now: float | None, before: float
-    ) -> None:
-        """A rank's (tokens, requests, waiting requests) and (queue, step) in seconds. They count work that was sent
-        before `before`. `now`: None for a report that is as old as the last one."""
+    def report(self, number: int, counts: tuple[int, int, int], now: float | None, before: float) -> None:
+        """A rank's (tokens, requests, waiting requests). They count work that was sent before `before`. `now`: None for
+        a report that is as old as the last one."""
         self._reported[3 * number], self._reported[3 * number + 1], self._reported[3 * number + 2] = counts
-        self._tables.told[number] = told
         if now is not None:
             self._tables.reported_at[number] = now
         live = self._live.get(number)
@@ -240,7 +236,6 @@ def _grown(tables: Tables | None, size: int) -> Tables:
         own=np.zeros((size, FIELDS), np.int64),
         since=np.zeros((size, FIELDS), np.int64),
         reported=np.zeros((size, 3), np.int64),
-        told=np.zeros((size, 2)),
         reported_at=np.full(size, -math.inf),
         assigned=np.zeros((size, 2)),
     )

@@ -117,7 +117,6 @@ class Fleet:
         self._accounts.report(
             number,
             (report.tokens(candidate.role), report.requests, waiting),
-            (report.queue_s or 0.0, report.step_s),
             now if new else None,
             now - self._settle_s,
         )

@@ -25,8 +25,6 @@ class Tables(NamedTuple):
     reported: Ints
     """Tokens, requests and waiting requests of the last report, without what it counts and has ended since,
     [numbers, 3]."""
-    told: Floats
-    """Seconds of queue and of the last step that it told, [numbers, 2]."""
     reported_at: Floats
     assigned: Floats
     """Seconds and pairs of tokens, decayed, [numbers, 2]."""
@@ -64,13 +62,9 @@ class Loads:
 
     @property
     def queue_s(self) -> Floats:
-        """The rank's own prediction, 0 where it tells none, plus the predicted work of what was sent since."""
-        own = self._since(NANOS) / NANO
-        if self._none:
-            return own
-        told = self._tables.told[self._columns.index, 0]
-        queue: Floats = own + (told if self._all else np.where(self.fresh, told, 0.0))
-        return queue
+        """Predicted seconds of what was sent since the report; without a fresh one of all own."""
+        seconds: Floats = self._since(NANOS) / NANO
+        return seconds
 
     @property
     def own(self) -> Ints:

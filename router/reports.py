@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from headrace.router.topology import Candidate, Role
 
-LONGEST_QUEUE_S = 3600.0
-"""A rank that says its queue takes longer than this is not believed."""
 MOST_REQUESTS = 1 << 20
 """Requests that run, are promised room or wait at a rank which does not tell how many it takes."""
 MOST_IMAGE_TOKENS = 1 << 40
@@ -34,8 +32,6 @@ class Report:
     kv_tokens: int = 0
     """KV rows in use by requests, in tokens."""
     slots_used: int = 0
-    queue_s: float | None = None
-    """The rank's own prediction of how long a new request waits; None: it does not tell."""
     step: int = 0
     """Steps since start; a report of a lower one is older."""
     step_s: float = 0.0
@@ -65,8 +61,6 @@ def absurdity(report: Report, rank: Candidate) -> str | None:
         return "a count is negative"
     if not math.isfinite(report.step_s) or report.step_s < 0:
         return f"a step of {report.step_s} s"
-    if report.queue_s is not None and not 0 <= report.queue_s <= LONGEST_QUEUE_S:
-        return f"a queue of {report.queue_s} s"
     if rank.role is not Role.ENCODER:
         if report.kv_tokens > rank.rows * rank.block_tokens:
             return f"{report.kv_tokens} KV tokens where {rank.rows * rank.block_tokens} fit"

@@ -20,7 +20,6 @@ struct Tables {
     const int64_t* own;       // [numbers, kFields]
     const int64_t* since;     // [numbers, kFields]
     const int64_t* reported;  // [numbers, 3]
-    const double* told;       // [numbers, 2]
     const double* reported_at;
     const double* assigned;   // [numbers, 2]
 };
@@ -192,10 +191,9 @@ inline void choose_prefill(const Tables& tables, const Ranks& ranks, const Prefi
         load = ranks.slowness[at] * load;
         one.cost = load;  // completed below, when the least is known
         if (ranks.fits[at]) least_load = std::min(least_load, load);
-        double queue = static_cast<double>(own[kNanos]) / kNano;
+        const double queue = static_cast<double>(own[kNanos]) / kNano;
         int64_t tokens = own[kTokens], requests = own[kRequests];
         if (fresh) {
-            queue += tables.told[2 * number];
             tokens += tables.reported[3 * number];
             requests += tables.reported[3 * number + 1];
         }

@@ -55,7 +55,7 @@ class Prompt(ctypes.Structure):
 class Tables(ctypes.Structure):
     """decide.h"""
 
-    _fields_ = tuple((name, _POINTER) for name in ("own", "since", "reported", "told", "reported_at", "assigned"))
+    _fields_ = tuple((name, _POINTER) for name in ("own", "since", "reported", "reported_at", "assigned"))
 
 
 class Ranks(ctypes.Structure):

@@ -169,7 +169,7 @@ def test_a_slow_rank_gets_less_and_not_nothing() -> None:
     assert 0.15 * others <= counts[2] <= 0.5 * others
 
 
-@pytest.mark.parametrize("report", [Report(queued_tokens=-5), Report(queue_s=math.nan), Report(queued_tokens=10**15)])
+@pytest.mark.parametrize("report", [Report(queued_tokens=-5), Report(step_s=math.nan), Report(queued_tokens=10**15)])
 def test_an_absurd_report_draws_neither_all_nor_nothing(report: Report) -> None:
     """L22, Show 6."""
     fleet = fleet_of(*prefills(4))

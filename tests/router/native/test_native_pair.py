@@ -71,7 +71,6 @@ class Scene:
                         int(chance.integers(0, 3)),
                         running_requests=running,
                         kv_tokens=int(chance.integers(0, 4000)) if role is Role.DECODE else 0,
-                        queue_s=float(chance.choice([0.0, 0.2])),
                         step=int(now * 10),
                     )
                     self.fleet.report(rank.id, report, now)
