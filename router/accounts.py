@@ -14,6 +14,7 @@ from typing import cast
 
 import numpy as np
 
+from headrace.router.columns import Floats
 from headrace.router.loads import ATTENTION, FIELDS, HITS, NANO, NANOS, REQUESTS, TOKENS, Tables
 
 LEAST_LEFT = 0.5
@@ -92,10 +93,14 @@ class Accounts:
             self._tables.assigned[number] = 0.0
         self._live.pop(number, None)
 
-    def join(self, number: int, peers: Sequence[int]) -> None:
-        """A newcomer stands beside the least assigned one of its peers: from 0 it would draw everything until it had
-        caught up."""
-        self._tables.assigned[number] = self._tables.assigned[peers].min(axis=0) if peers else 0.0
+    def least(self, peers: Sequence[int]) -> Floats:
+        """What the least assigned of these ranks has of each, [2]; 0 of no ranks."""
+        return self._tables.assigned[peers].min(axis=0) if peers else np.zeros(2)
+
+    def join(self, number: int, least: Floats) -> None:
+        """A newcomer stands beside the least assigned one of its peers (`least`): from 0 it would draw everything until
+        it had caught up."""
+        self._tables.assigned[number] = least
 
     # --- what ranks say --------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from headrace.router.accounts import Accounts
 from headrace.router.accounts import Amount as Amount
-from headrace.router.columns import Columns, build
+from headrace.router.columns import Columns, Floats, build
 from headrace.router.loads import Loads, Tables
 from headrace.router.ranks import RankNumbers
 from headrace.router.reports import Report, absurdity, leaps
@@ -56,13 +56,17 @@ class Fleet:
             return None
         self._members[replica_id] = (incarnation, ranks)
         self._columns.clear()
+        least: dict[Role, Floats] = {}
         for candidate in ranks:
-            number = self.numbers.take(candidate.id)
+            role, number = candidate.role, self.numbers.take(candidate.id)
             self._accounts.grow(self.numbers.size)
             if number not in self._known:
                 self._clear(number)
-                peers = [other for other, known in self._known.items() if known.role is candidate.role]
-                self._accounts.join(number, peers)
+                # Once for all newcomers of a role: none of them changes it.
+                if role not in least:
+                    peers = [other for other, known in self._known.items() if known.role is role]
+                    least[role] = self._accounts.least(peers)
+                self._accounts.join(number, least[role])
             self._known[number] = candidate
         return previous[0] if previous is not None and previous[0] != incarnation else None
 
