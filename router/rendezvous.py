@@ -30,8 +30,3 @@ def weights(key: bytes, seeds: Weights) -> Weights:
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: Weights = x ^ (x >> np.uint64(31))
     return mixed
-
-
-def weight(key: bytes, rank: RankId) -> int:
-    """Of one rank."""
-    return int(weights(key, np.array([seed(rank)], np.uint64))[0])

@@ -161,7 +161,7 @@ class Admission:
             self._remove(record)
         return Changes(self._start(now), tuple(ended))
 
-    def predicted(self, ticket: Ticket, reason: str, retry_after_s: float) -> NoPlace:
+    def predicted(self, reason: str, retry_after_s: float) -> NoPlace:
         """The refusal of a request that a balancer rejected (router/balancers/base.py, Rejected)."""
         return NoPlace(reason, Cause.PREDICTED, max(0.1, min(retry_after_s, self._limits.max_retry_after_s)))
 

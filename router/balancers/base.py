@@ -84,15 +84,6 @@ class PrefillBalancer(Protocol):
         ...
 
 
-class DecodeBalancer(Protocol):
-    """KV bytes and requests per rank, projected to the moment prefill ends."""
-
-    def order(self, request: RoutingRequest, arrives: float, now: float) -> Iterator[Candidate]:
-        """Best first; `arrives`: when its first token will be there. Raises Rejected when every rank that could hold
-        the request would miss the objective for token times then."""
-        ...
-
-
 class PairBalancer(Protocol):
     """Chooses prefill and decode jointly, inside one data centre or over a link that is paid for."""
 

@@ -48,7 +48,6 @@ class Projection:
     columns: Columns
     fits: Flags
     requests: Floats
-    kv_tokens: Floats
     step: Floats
     """Seconds of a step of the rank."""
     pace: Floats
@@ -142,7 +141,7 @@ class Joint:
         fits = columns.fits(request.prompt_tokens, request.choices)
         if probe is not None and (full[probe] or not fits[probe]):
             probe = None
-        return Projection(columns, fits, requests, kv_tokens, step, pace, full, request.affinity_key, probe)
+        return Projection(columns, fits, requests, step, pace, full, request.affinity_key, probe)
 
     def check(self, projection: Projection, request: RoutingRequest, now: float) -> None:
         """Raises Rejected when every rank that could hold the request would then miss the objective.

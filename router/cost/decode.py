@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
-
 from headrace.router.cost.curves import DecodeCurve, Floats, Ints, Numbers
 from headrace.router.cost.fit import ScaleFit
 from headrace.router.cost.slowness import Slowness
@@ -71,10 +69,3 @@ class DecodeCost:
     def clear(self, number: int) -> None:
         """The number is another rank's now."""
         self._slowness.clear(number)
-
-
-def mean_step(costs: DecodeCosts, requests: Floats, kv_tokens: Floats) -> float:
-    """Seconds of the mean step over ranks; of an idle one where there are none."""
-    if not len(requests):
-        return float(costs.step(0.0, 0.0))
-    return float(np.mean(costs.step(requests, kv_tokens)))

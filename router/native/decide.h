@@ -69,7 +69,7 @@ struct Request {
     int64_t pendings;
     // Answers. Rows are −1 where no rank can hold the request.
     int64_t prefill, decode;
-    double cached, local_tokens, hit, work, load, ttft, cost;
+    double cached, local_tokens, hit, work, load, ttft;
     double pace;                   // of the decode rank
     int64_t alone;                 // it would be the only request there
 };
@@ -235,7 +235,6 @@ inline void choose_prefill(const Tables& tables, const Ranks& ranks, const Prefi
     request.work = chosen.work;
     request.load = chosen.load;
     request.ttft = chosen.ttft;
-    request.cost = chosen.cost;
 }
 
 inline double step_of(const DecodeTerms& terms, double requests, double tokens) {

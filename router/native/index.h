@@ -38,7 +38,6 @@ struct Prompt {
     int32_t* local;
     int32_t* mixed;
     int64_t shared;
-    int64_t looked;         // blocks up to the first that nobody has
     int64_t longest;        // of all answers
     int64_t same;           // `local` says no more than `device`
     int64_t further;        // `mixed` says more than `local` and `shared`
@@ -120,13 +119,13 @@ inline void match_blocks(const IndexColumns& index, Prompt& prompt) {
     static thread_local std::vector<uint32_t> words;
     static thread_local std::vector<int32_t> scarce;
     look(index, prompt, prompt.stored, words);
-    prompt.looked = static_cast<int64_t>(words.size());
+    const int64_t looked = static_cast<int64_t>(words.size());  // blocks up to the first that nobody has
     prompt.shared = 0;
     scarce.clear();
     std::memset(prompt.mixed, 0, sizeof(int32_t) * prompt.ranks);  // scarce blocks that a rank has, until the end
     int64_t alive = prompt.ranks;
-    int64_t reached = prompt.looked;
-    for (int64_t at = 0; at < prompt.looked; ++at) {
+    int64_t reached = looked;
+    for (int64_t at = 0; at < looked; ++at) {
         uint16_t single;
         const Holders held = holders_of(index, words[at], &single);
         bool lent = at < prompt.stored;

@@ -45,7 +45,6 @@ class Prompt(ctypes.Structure):
         ("local", _POINTER),
         ("mixed", _POINTER),
         ("shared", _INTEGER),
-        ("looked", _INTEGER),
         ("longest", _INTEGER),
         ("same", _INTEGER),
         ("further", _INTEGER),
@@ -134,7 +133,6 @@ class Request(ctypes.Structure):
         ("work", _NUMBER),
         ("load", _NUMBER),
         ("ttft", _NUMBER),
-        ("cost", _NUMBER),
         ("pace", _NUMBER),
         ("alone", _INTEGER),
     )

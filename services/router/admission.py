@@ -74,7 +74,7 @@ class Turn:
 
     def foreseen(self, rejected: Rejected) -> NoReturn:
         """A balancer rejects it. Raises ResourceExhausted."""
-        self._desk.foreseen(self.ticket, rejected)
+        self._desk.foreseen(rejected)
 
 
 class AdmissionDesk:
@@ -181,8 +181,8 @@ class AdmissionDesk:
         now = self._clock.monotonic()
         self._first_tokens.add(turn.ticket.tokens, now - turn.called_at, now)
 
-    def foreseen(self, ticket: Ticket, rejected: Rejected) -> NoReturn:
-        self.refuse(self._admission.predicted(ticket, rejected.reason, rejected.retry_after_s))
+    def foreseen(self, rejected: Rejected) -> NoReturn:
+        self.refuse(self._admission.predicted(rejected.reason, rejected.retry_after_s))
 
     def refuse(self, refused: Refused) -> NoReturn:
         """Count a refusal, and raise it as what the client is told (L12)."""
