@@ -54,7 +54,8 @@ class Columns:
         return None if row is None else int(self.data_centre[row])
 
     def fits(self, prompt_tokens: int, choices: int) -> Flags:
-        """Which ranks could hold the request if they were empty (RoutingRequest.rows, Candidate.fits)."""
+        """Which ranks could hold the request if they were empty (Candidate.fits). Decode books ⌈(prompt + 1)/block⌉
+        rows, and a private partial block per further choice."""
         least = self.smallest
         if least is not None:
             rows_of_least = -(-(prompt_tokens + 1) // least.block_tokens) + choices - 1

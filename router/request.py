@@ -20,22 +20,13 @@ class RoutingRequest:
     image_tokens: int
     affinity_key: bytes
     """Key of the first block (or of its root, for a prompt below one block): equal prompts meet by it."""
-    priority: int
     deadline: float
-    tenant: bytes = b""
-    """The tenant's tag."""
     blocks: Sequence[Key] = ()
     """Keys of the prompt's full blocks."""
     snapshots: Sequence[Key] | None = None
     """Key of the snapshot behind each block; None where the layout has none."""
     usable_tokens: int = 0
     """The longest cached prefix that may be used (bounded replay, or the last token that has to be computed)."""
-    expected_tokens: float | None = None
-    """Tokens per choice that it will probably generate; None: not known."""
-
-    def rows(self, block_tokens: int) -> int:
-        """Pool rows that decode books: ⌈(N₀ + 1)/block⌉, and a private partial block per further choice."""
-        return -(-(self.prompt_tokens + 1) // block_tokens) + self.choices - 1
 
 
 def usable_tokens(prompt_tokens: int, keep_tokens: int, window: int, replay: bool) -> int:

@@ -176,7 +176,6 @@ class Simulated:
             choices=1,
             image_tokens=0,
             affinity_key=number.to_bytes(8, "little"),
-            priority=0,
             deadline=now + 600,
         )
         pair = next(self._balance.pairs.order(request, no_match(self._fleet.numbers.size), now))

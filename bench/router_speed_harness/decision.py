@@ -154,7 +154,6 @@ class Scene:
                 choices=1,
                 image_tokens=0,
                 affinity_key=keys[0],
-                priority=0,
                 deadline=self.now + 600,
                 blocks=keys,
                 usable_tokens=blocks * BLOCK_TOKENS,

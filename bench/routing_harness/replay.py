@@ -80,7 +80,6 @@ def replay(
             choices=1,
             image_tokens=0,
             affinity_key=blocks[0],
-            priority=0,
             deadline=float(MANY),
             blocks=blocks,
             usable_tokens=len(blocks),

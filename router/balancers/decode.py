@@ -29,7 +29,7 @@ class DecodePolicy:
     objective_s: float | None = None
     """Longest time per token that running requests are promised; None: nobody is rejected for it."""
     usual_tokens: float = 350.0
-    """Tokens that a choice generates where the request does not tell."""
+    """Tokens that a choice generates until answers have been seen."""
     full: float = 0.98
     """Ranks whose KV memory or slots would be fuller than this share stand behind the others."""
     longest_retry_s: float = 60.0

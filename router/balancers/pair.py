@@ -93,7 +93,7 @@ class JointPair:
         if both is None:
             return
         sources, best, targets = both
-        before, after = _sides(sources, best), self._targets(request, targets)
+        before, after = _sides(sources, best), self._targets(targets)
         sums = self._sums(request, before, after, now)
         avoided = _rows_of(sources.columns, last), _rows_of(targets.columns, last)
         lists = (
@@ -162,7 +162,7 @@ class JointPair:
                 found = first, second
                 choice = sources.choice(first, request.prompt_tokens)
                 yield Pair(choice.rank, targets.columns.candidates[second], choice.prediction)
-        before, after = _sides(sources, first), self._targets(request, targets)
+        before, after = _sides(sources, first), self._targets(targets)
         heap: list[tuple[float, float, int, int, int, int]] = []
         sums = self._sums(request, before, after, now)
         for source, target in sums:
@@ -190,11 +190,10 @@ class JointPair:
             if source == target or self._policy.neighbours
         }
 
-    def _targets(self, request: RoutingRequest, targets: Projection) -> dict[int, _Side]:
+    def _targets(self, targets: Projection) -> dict[int, _Side]:
         """A slower pace makes the whole answer later; a full rank stands behind all that are not."""
-        tokens = request.expected_tokens if request.expected_tokens is not None else self._decode.usual_tokens
         rows = targets.ranked()
-        extra = tokens * (targets.pace - float(targets.pace[rows].min())) + FULL_S * targets.full
+        extra = self._decode.usual_tokens * (targets.pace - float(targets.pace[rows].min())) + FULL_S * targets.full
         if targets.probe is not None:
             extra[targets.probe] = 0.0
         return _by_centre(rows, extra, targets.columns.data_centre)

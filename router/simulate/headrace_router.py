@@ -170,7 +170,6 @@ class HeadraceRouter:
             choices=1,
             image_tokens=0,
             affinity_key=request.keys[0] if request.keys else b"",
-            priority=0,
             deadline=math.inf,
             blocks=request.keys,
             usable_tokens=usable,

@@ -106,7 +106,6 @@ def place(
         choices=sampling.n,
         image_tokens=image_tokens,
         affinity_key=keys[0] if keys else root,
-        priority=prepared.priority,
         deadline=deadline,
         blocks=tuple(keys),
         snapshots=SnapshotKeys(keys, model.window + settings.replay.backtracking) if model.window else None,

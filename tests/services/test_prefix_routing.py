@@ -86,7 +86,6 @@ def routed(name: str, tokens: tuple[int, ...]) -> RoutingRequest:
         1,
         0,
         name.encode(),  # so that ties fall differently for every chat
-        0,
         SystemClock().monotonic() + PATIENCE_S,
         blocks=blocks,
         usable_tokens=usable_tokens(len(tokens), 0, 0, True),

@@ -67,7 +67,6 @@ def request(
         choices=choices,
         image_tokens=0,
         affinity_key=blocks[0] if blocks else affinity,
-        priority=0,
         deadline=deadline,
         blocks=blocks,
     )

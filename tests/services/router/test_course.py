@@ -129,7 +129,7 @@ class Site:
             prompt_tokens=10,
             choices=[common_pb2.ChoiceState(choice=index, seed=index) for index in range(choices)],
         )
-        placed = Placed(spec, RoutingRequest("r", 10, TOKENS, choices, 0, b"k", 0, 1e9), 0)
+        placed = Placed(spec, RoutingRequest("r", 10, TOKENS, choices, 0, b"k", 1e9), 0)
         fleet = SimpleNamespace(candidates=lambda role: [SimpleNamespace(id=rank) for rank in self.members[role]])
         workers = SimpleNamespace(fleet=fleet, broken=lambda: (), group=lambda: None)
         clock, log = SystemClock(), RequestLog(arrived=0.0)

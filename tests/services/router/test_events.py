@@ -35,7 +35,7 @@ def stream(
         prompt_tokens=10,
         choices=[common_pb2.ChoiceState(choice=index, seed=100 + index) for index in range(choices)],
     )
-    placed = Placed(spec, RoutingRequest("r", 10, 8, choices, 0, b"k", 0, 100.0), 0)
+    placed = Placed(spec, RoutingRequest("r", 10, 8, choices, 0, b"k", 100.0), 0)
     events = EventStream(placed, RequestLog(arrived=0.0), report, clock, name="r", received=received)
     part = Part(placed, tuple(range(choices)), attempt=1)
     events.begin(part)

@@ -22,7 +22,7 @@ from headrace.v1 import prefill_pb2
 KEYS = [hashlib.sha256(bytes([number])).digest() for number in range(8)]
 BLOCK = 4
 RANKS = [RankId(name, f"life of {name}") for name in "abc"]
-REQUEST = RoutingRequest("r", 33, 1, 1, 0, b"", 0, 1e9, blocks=KEYS, usable_tokens=32)
+REQUEST = RoutingRequest("r", 33, 1, 1, 0, b"", 1e9, blocks=KEYS, usable_tokens=32)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_request_that_need_not_wait_is_matched_once(known: Prefixes) -> None:
     assert isinstance(clock, ManualClock)
     first = known.local(REQUEST)
     assert known.local(REQUEST) is first
-    other = RoutingRequest("other", 33, 1, 1, 0, b"", 0, 1e9, blocks=KEYS, usable_tokens=32)
+    other = RoutingRequest("other", 33, 1, 1, 0, b"", 1e9, blocks=KEYS, usable_tokens=32)
     assert known.local(other) is not first
     second = known.local(REQUEST)
     assert second is not first
@@ -73,7 +73,7 @@ def test_never_reaches_beyond_what_may_be_used(known: Prefixes) -> None:
     """L4: nothing without replay, N₀ − K with it, all but the last token without a window."""
     known.index.stored(0, HolderTier.DEVICE, KEYS)
     for tokens, blocks in ((0, 0), (3, 0), (4, 1), (31, 7), (32, 8)):
-        request = RoutingRequest("r", 33, 1, 1, 0, b"", 0, 1e9, blocks=KEYS, usable_tokens=tokens)
+        request = RoutingRequest("r", 33, 1, 1, 0, b"", 1e9, blocks=KEYS, usable_tokens=tokens)
         assert known.local(request).device.tolist() == [blocks, 0, 0]
     assert usable_tokens(1000, 140, 128, True) == 860
     assert usable_tokens(100, 140, 128, True) == 0
@@ -86,7 +86,7 @@ def test_snapshot_keys_are_made_as_far_as_they_are_asked(known: Prefixes) -> Non
     snapshots = SnapshotKeys(KEYS, 22)
     known.index.stored(1, HolderTier.DEVICE, [*KEYS[:5], snapshots[2]])
     snapshots = SnapshotKeys(KEYS, 22)
-    request = RoutingRequest("r", 33, 1, 1, 0, b"", 0, 1e9, blocks=KEYS, snapshots=snapshots, usable_tokens=32)
+    request = RoutingRequest("r", 33, 1, 1, 0, b"", 1e9, blocks=KEYS, snapshots=snapshots, usable_tokens=32)
     assert known.local(request).device.tolist() == [0, 3, 0]
     assert len(snapshots._made) == 5
     assert [*snapshots] == [snapshots[number] for number in range(8)]

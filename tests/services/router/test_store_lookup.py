@@ -58,7 +58,7 @@ def lookup(index: Any, **changes: Any) -> StoreLookup:
 
 
 def request(blocks: Sequence[Key]) -> RoutingRequest:
-    return RoutingRequest("r", 4 * len(blocks) + 1, 1, 1, 0, b"", 0, 1e9, blocks=blocks, usable_tokens=4 * len(blocks))
+    return RoutingRequest("r", 4 * len(blocks) + 1, 1, 1, 0, b"", 1e9, blocks=blocks, usable_tokens=4 * len(blocks))
 
 
 def prefixes(index: Any, deadline_ms: int = 30_000) -> Prefixes:
