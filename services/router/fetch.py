@@ -14,7 +14,7 @@ import http.client
 import ipaddress
 import socket
 import ssl
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 from urllib.parse import SplitResult, unquote_to_bytes, urljoin, urlsplit
@@ -65,6 +65,34 @@ class _Refused(Exception):
     scanner."""
 
 
+class _Connections:
+    """Of one prompt's fetches. Their threads add and remove; once closed, whoever waits for one waits no more."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._open: set[socket.socket] = set()
+
+    def add(self, connection: socket.socket) -> None:
+        self._open.add(connection)
+        if self.closed:  # looked at after adding: `close` sees it, or it sees that it is closed
+            _shut(connection)
+
+    def remove(self, connection: socket.socket) -> None:
+        self._open.discard(connection)
+
+    def close(self) -> None:
+        self.closed = True
+        for connection in tuple(self._open):
+            _shut(connection)
+
+
+def _shut(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return
+
+
 class ImageFetcher:
     """Puts bytes where a request has addresses. Belongs to the event loop's thread; connections have their own."""
 
@@ -106,25 +134,30 @@ class ImageFetcher:
         try:
             async with asyncio.timeout(max(0.001, limit)):
                 # One after the other would let each take the whole time.
-                await asyncio.gather(*(self._one(image, field) for image, field in wanted))
+                await self._all(wanted)
         except TimeoutError:
             raise DeadlineExceeded("an image was not fetched in time; send its data") from None
         finally:
             self._under_way -= len(wanted)
 
-    async def _one(self, image: inference_pb2.Image, field: str) -> None:
-        held: list[socket.socket] = []
-        work = asyncio.get_running_loop().run_in_executor(self._threads, self._fetch, image.url, held)
+    async def _all(self, wanted: Sequence[tuple[inference_pb2.Image, str]]) -> None:
+        """One that fails ends the others before it is raised: nothing is fetched after this."""
+        connections = _Connections()
+        tasks = [asyncio.create_task(self._one(image, field, connections)) for image, field in wanted]
         try:
-            image.data = await asyncio.shield(work)
+            await asyncio.gather(*tasks)
+        finally:
+            connections.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _one(self, image: inference_pb2.Image, field: str, connections: _Connections) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            image.data = await loop.run_in_executor(self._threads, self._fetch, image.url, connections)
         except _Refused as error:
             raise InvalidArgument(str(error), field=field) from error
-        except asyncio.CancelledError:
-            # Ends the thread's wait, whatever it waits for.
-            for connection in held:
-                _shut(connection)
-            work.add_done_callback(lambda done: done.cancelled() or done.exception())
-            raise
 
     async def close(self) -> None:
         """Nothing is fetched any more."""
@@ -132,14 +165,14 @@ class ImageFetcher:
 
     # --- on a thread ---------------------------------------------------------------------------------------------
 
-    def _fetch(self, url: str, held: list[socket.socket]) -> bytes:
+    def _fetch(self, url: str, connections: _Connections) -> bytes:
         """The bytes behind an address. Raises _Refused."""
         if url.startswith("data:"):
             return self._inline(url)
         for _ in range(self._settings.max_redirects + 1):
             split = self._checked(url)
             try:
-                answer = self._ask(split, held)
+                answer = self._ask(split, connections)
             except (OSError, http.client.HTTPException, ValueError) as error:
                 _log.info("an image could not be fetched", error=type(error).__name__)
                 raise _Refused("the image could not be fetched; send its data") from None
@@ -174,8 +207,10 @@ class ImageFetcher:
             raise _Refused("the image's address names a port that is not fetched from")
         return split
 
-    def _ask(self, split: SplitResult, held: list[socket.socket]) -> bytes | str:
+    def _ask(self, split: SplitResult, connections: _Connections) -> bytes | str:
         """The body, or where it is said to be. Raises _Refused, OSError, HTTPException."""
+        if connections.closed:
+            raise _Refused("another image of the request could not be had")
         host = split.hostname or ""
         port = split.port or _PORTS[split.scheme]
         addresses = self._resolve(host, port)
@@ -183,11 +218,12 @@ class ImageFetcher:
         if not addresses or not all(self._allowed(address) for address in addresses):
             raise _Refused("the image's address is not one of the public network")
         connection = socket.create_connection((addresses[0], port), timeout=self._settings.timeout_seconds)
-        held.append(connection)
+        connections.add(connection)
         try:
             if split.scheme == "https":
+                connections.remove(connection)
                 connection = self._context.wrap_socket(connection, server_hostname=host)
-                held.append(connection)
+                connections.add(connection)
             client = http.client.HTTPConnection(host, port)
             client.sock = connection  # vetted; http.client must not resolve the name a second time
             target = (split.path or "/") + (f"?{split.query}" if split.query else "")
@@ -201,7 +237,7 @@ class ImageFetcher:
                 raise _Refused("the image's server compresses it; send its data")
             return self._body(response)
         finally:
-            held.clear()
+            connections.remove(connection)
             connection.close()
 
     def _body(self, response: http.client.HTTPResponse) -> bytes:
@@ -216,13 +252,6 @@ class ImageFetcher:
         if not data:
             raise _Refused("the image is empty")
         return bytes(data)
-
-
-def _shut(connection: socket.socket) -> None:
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return
 
 
 def images_of(prompt: inference_pb2.Prompt) -> Iterator[tuple[inference_pb2.Image, str]]:

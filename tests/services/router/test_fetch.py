@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import ssl
 import threading
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from headrace.cli.certificates import issue, make_authority
-from headrace.services.router.fetch import ImageFetcher, images_of, is_public
+from headrace.services.router.fetch import THREADS, ImageFetcher, images_of, is_public
 from headrace.services.router.settings import FetchSection
 from headrace.services.runtime.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unimplemented
 from headrace.services.runtime.peers import Peer, PeerRole
@@ -27,6 +28,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     asked: list[tuple[str, str]] = []  # noqa: RUF012 - one list for all, on purpose
     hold = threading.Event()
+    begun = threading.Semaphore(0)
+    """Once for each slow answer that has begun."""
 
     def do_GET(self) -> None:
         self.asked.append((self.headers["Host"], self.path))
@@ -52,7 +55,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 self.end_headers()
                 self.wfile.write(b"x")
                 self.wfile.flush()
+                self.begun.release()
                 self.hold.wait(30)
+            case ["missing", "after", count]:
+                for _ in range(int(count)):
+                    self.begun.acquire(timeout=30)
+                self.send_error(404)
             case _:
                 self.send_error(404)
 
@@ -79,6 +87,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def port() -> Iterator[int]:
     Handler.asked.clear()
     Handler.hold.clear()
+    Handler.begun = threading.Semaphore(0)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -232,6 +241,18 @@ async def test_a_slow_server_ends_with_the_deadline_and_its_thread_too(port: int
     with pytest.raises(DeadlineExceeded):
         await get(one, f"http://pictures.example:{port}/slow")
     one._threads.shutdown(wait=True)
+
+
+async def test_one_that_cannot_be_had_ends_the_others(port: int) -> None:
+    """L12: once it is raised nothing is fetched any more, so that what counts as under way is all that is."""
+    one, busy = fetcher(port), THREADS - 1
+    paths = [f"missing/after/{busy}", *["slow"] * busy, *["slow"] * 3 * THREADS]
+    with pytest.raises(InvalidArgument, match="does not give it out"):
+        await one.fill(prompt(*(f"http://pictures.example:{port}/{path}" for path in paths)), len(paths), None)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    Handler.hold.set()
+    one._threads.shutdown(wait=True)
+    assert len(Handler.asked) <= 2 * THREADS, "those that had no thread yet never get one"
 
 
 async def test_data_addresses(port: int) -> None:
