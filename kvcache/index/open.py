@@ -16,6 +16,11 @@ class IndexUrlError(ValueError):
     """The setting is neither `sqlite`, nor sqlite:///FILE, nor a URL of Redis."""
 
 
+def is_redis(url: str) -> bool:
+    """Whether it is the address of a Redis server, which several processes can share."""
+    return url.startswith(_REDIS_SCHEMES)
+
+
 def open_index(url: str, directory: Path, name: str, *, cached_rows: int = DEFAULT_CACHED_ROWS) -> Index:
     """The index that a store uses.
 
@@ -30,7 +35,7 @@ def open_index(url: str, directory: Path, name: str, *, cached_rows: int = DEFAU
         return SqliteIndex(directory / SQLITE_FILE, cached_rows=cached_rows)
     if url.startswith("sqlite:///"):
         return SqliteIndex(Path(url.removeprefix("sqlite://")), cached_rows=cached_rows)
-    if url.startswith(_REDIS_SCHEMES):
+    if is_redis(url):
         return RedisIndex(url, name)
     scheme = url.split(":", 1)[0]
     raise IndexUrlError(

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from headrace.compiler import NativeUnavailable
+from headrace.kvcache.index.open import is_redis
 from headrace.router.admission import Admission, AdmissionLimits, Cause
 from headrace.router.balancers.encoder import CachedImages
 from headrace.router.native.build import NativeRouter, load_native
@@ -141,10 +142,15 @@ def _native() -> NativeRouter | None:
         return None
 
 
+def shared_buckets_url(settings: RouterSettings) -> str | None:
+    """Redis of the tenants' buckets: the setting's own, else the one of the stores' index, if that is in one."""
+    index = settings.index.store_index
+    return settings.limits.shared or (index if is_redis(index) else None)
+
+
 def _limiter(settings: RouterSettings, process: ServiceProcess, registry: Registry) -> Limiter:
     """Raises RedisUrlError for an address that is none."""
-    section, index = settings.limits, settings.index.store_index
-    url = section.shared or (index if index.startswith(("redis://", "rediss://")) else None)
+    section, url = settings.limits, shared_buckets_url(settings)
     shared = None if url is None else SharedBuckets(url, section.prefix, section.deadline_ms / 1000, process.clock)
     routers = Routers()
     process.life.spawn(routers.follow(registry), "routers-watch")

@@ -14,6 +14,8 @@ from headrace.kvcache.index.breaker import CircuitBreaker
 from headrace.kvcache.index.redis_calls import RedisCalls
 from headrace.services.router.api_keys import TenantLimits
 from headrace.services.router.limits import BURST_S, Limiter, LocalBuckets, Rates, SharedBuckets, estimate
+from headrace.services.router.main import shared_buckets_url
+from headrace.services.router.settings import RouterSettings
 from headrace.services.router.tenants import Tenant, TenantKeys
 from headrace.services.runtime.clock import SystemClock
 from headrace.services.runtime.errors import ResourceExhausted, http_status, to_proto
@@ -49,6 +51,22 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     server.start()
     yield server
     server.kill()
+
+
+@pytest.mark.parametrize(
+    ("index", "shared", "url"),
+    [
+        ("redis://a/0", None, "redis://a/0"),
+        ("rediss://a/0", None, "rediss://a/0"),
+        ("unix:///run/redis.sock?db=0", None, "unix:///run/redis.sock?db=0"),
+        ("sqlite", None, None),
+        ("sqlite:///a", None, None),
+        ("redis://a/0", "redis://b/0", "redis://b/0"),
+    ],
+)
+def test_the_buckets_are_in_the_redis_of_the_index(index: str, shared: str | None, url: str | None) -> None:
+    """L12: every address that the index takes for Redis; else each router would give out its share alone."""
+    assert shared_buckets_url(RouterSettings(index={"store_index": index}, limits={"shared": shared})) == url  # type: ignore[arg-type]
 
 
 async def passes(limiter: Limiter, who: Tenant, request: inference_pb2.GenerateRequest) -> float:
