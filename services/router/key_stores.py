@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from headrace.services.router.api_keys import KeysDocument
 from headrace.services.runtime import logs
+from headrace.services.runtime.files import Stamp, stamp_of
 from headrace.services.runtime.registry._etcd import rpc_pb2 as pb
 from headrace.services.runtime.registry.base import RegistryError
 from headrace.services.runtime.registry.etcd_client import EtcdClient
@@ -107,14 +108,13 @@ class FileKeys:
     async def close(self) -> None:
         """Nothing is open."""
 
-    def _stamp(self) -> tuple[int, int, int] | None:
+    def _stamp(self) -> Stamp | None:
         try:
-            found = os.stat(self._path)
+            return stamp_of(self._path)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise KeyStoreError(f"{self._path}: {error.strerror}") from error
-        return found.st_ino, found.st_size, found.st_mtime_ns
 
     def _read(self) -> KeysDocument:
         try:

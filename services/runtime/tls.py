@@ -8,7 +8,6 @@ done) leave the former ones in force.
 
 from __future__ import annotations
 
-import os
 import ssl
 import threading
 import time
@@ -20,11 +19,11 @@ from typing import Any, cast
 import grpc
 
 from headrace.services.runtime import logs
+from headrace.services.runtime.files import Stamp, stamp_of
 from headrace.services.runtime.settings import TlsSettings
 from headrace.services.runtime.settings_load import SettingsError
 
 _log = logs.get(__name__)
-_Stamp = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -122,9 +121,8 @@ class Tls:
         self._stamp, self._material = stamp, material
         _log.info("TLS files were read again", generation=material.generation)
 
-    def _look(self) -> _Stamp:
-        stats = [os.stat(file) for file in self._files]
-        return tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in stats)
+    def _look(self) -> tuple[Stamp, ...]:
+        return tuple(stamp_of(file) for file in self._files)
 
     def _read(self, generation: int) -> Material:
         """Raises OSError, ssl.SSLError (key and certificate are no pair), ValueError."""

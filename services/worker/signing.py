@@ -17,6 +17,7 @@ from typing import Final
 
 from headrace.services.runtime import logs
 from headrace.services.runtime.errors import FailedPrecondition, PermissionDenied
+from headrace.services.runtime.files import Stamp, stamp_of
 from headrace.services.runtime.settings_load import SettingsError
 from headrace.v1 import common_pb2, encoder_pb2
 
@@ -46,7 +47,7 @@ class Signer:
         self._wall = wall
         self._monotonic = monotonic
         self._looked = monotonic()
-        self._stamp: tuple[int, int, int] | None = None
+        self._stamp: Stamp | None = None
         self._keys = tuple(derive(secret) for secret in secrets)
         if file is not None:
             self._read(file)
@@ -124,8 +125,7 @@ class Signer:
 
     def _read(self, file: Path) -> None:
         try:
-            found = file.stat()
-            stamp = (found.st_ino, found.st_size, found.st_mtime_ns)
+            stamp = stamp_of(file)
             if stamp == self._stamp:
                 return
             lines = file.read_text(encoding="utf-8").split()
