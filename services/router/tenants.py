@@ -47,6 +47,7 @@ from headrace.services.router.api_keys import (
 from headrace.services.router.tokens import TokenVerifier, looks_like_token
 from headrace.services.runtime import logs
 from headrace.services.runtime.errors import NotFound, PermissionDenied, Unauthenticated
+from headrace.services.runtime.files import Stamp, stamp_of
 from headrace.services.runtime.settings_load import SettingsError
 from headrace.v1 import common_pb2
 
@@ -126,7 +127,7 @@ class Tenants:
         self._path = path
         self._tokens = tokens
         self._wall = wall
-        self._stamp: tuple[int, int] | None = None
+        self._stamp: Stamp | None = None
         self._by_digest: list[tuple[bytes, Tenant | None, str]] = []
         """Of the file: digest, tenant (None: not one), operator's name or empty."""
         self._own = hashlib.sha256(operator_key.encode()).digest() if operator_key else None
@@ -156,10 +157,9 @@ class Tenants:
         if self._path is None:
             return changed
         try:
-            found = self._path.stat()
+            stamp = stamp_of(self._path)
         except OSError as error:
             raise SettingsError(f"router.tenants: cannot read {self._path}: {error.strerror}") from error
-        stamp = (found.st_mtime_ns, found.st_size)
         if stamp == self._stamp:
             return changed
         document = _read(self._path)

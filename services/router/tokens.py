@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_public_key
 from headrace.services.router.api_keys import KeyRole
 from headrace.services.router.settings import TokenSection
 from headrace.services.runtime.errors import Unauthenticated
+from headrace.services.runtime.files import Stamp, stamp_of
 from headrace.services.runtime.settings_load import SettingsError
 
 REMEMBERED: Final = 4096
@@ -57,14 +58,13 @@ class TokenVerifier:
         self._keys: dict[str, Any] = {}
         """Public keys by id; a PEM file's has the id ""."""
         self._known: dict[bytes, Bearer] = {}
-        self._stamp: tuple[int, int] | None = None
+        self._stamp: Stamp | None = None
         self.reload()
 
     def reload(self) -> bool:
         """Read the file again if it has changed; whether it has. Raises SettingsError; the former keys stay then."""
         try:
-            found = self._path.stat()
-            stamp = (found.st_mtime_ns, found.st_size)
+            stamp = stamp_of(self._path)
             if stamp == self._stamp:
                 return False
             keys = _read(self._path.read_bytes())

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from headrace.services.router import key_stores
-from headrace.services.router.api_keys import KeyRole, KeysDocument, TenantLimits, mint
+from headrace.services.router.api_keys import KeyRole, KeysDocument, TenantLimits, digest_of, mint
 from headrace.services.router.key_stores import FileKeys, KeyStoreError, open_keys
 from headrace.services.router.settings import RouterSettings, TokenSection
 from headrace.services.router.tenants import LAUNCHER, Tenants
@@ -185,6 +185,31 @@ def test_the_tenants_file_is_followed(tmp_path: Path) -> None:
     assert tenants.serves("umbrella")
 
 
+def test_a_tenants_file_of_equal_size_and_time_is_another_file(tmp_path: Path) -> None:
+    """L25: an atomic replacement that keeps the time (`cp -p`, `rsync -t`) takes effect, too."""
+    path = tmp_path / "tenants.toml"
+    text = "[tenants.acme]\nkeys = ['{}']\n"
+    former, new = "revoked", "granted"
+    path.write_text(text.format(digest_of(former)))
+    tenants = Tenants(SECRET, path)
+    assert tenants.caller(call(former)).name == "acme"
+    replace_unseen(path, text.format(digest_of(new)).encode())
+    assert tenants.reload()
+    assert tenants.caller(call(new)).name == "acme"
+    with pytest.raises(Unauthenticated):
+        tenants.caller(call(former))
+
+
+def replace_unseen(path: Path, data: bytes) -> None:
+    """Another file under the same name, with the size and the times of the former."""
+    former = path.stat()
+    assert len(data) == former.st_size
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_bytes(data)
+    os.utime(beside, ns=(former.st_atime_ns, former.st_mtime_ns))
+    beside.replace(path)
+
+
 # --- tokens --------------------------------------------------------------------------------------------------------
 
 
@@ -304,6 +329,19 @@ def test_an_issuer_changes_its_keys(tmp_path: Path) -> None:
     (tmp_path / "issuer.pem").write_bytes(b"{}")
     with pytest.raises(SettingsError, match="JWKS"):
         tokens.reload()
+
+
+def test_an_issuers_file_of_equal_size_and_time_is_another_file(tmp_path: Path) -> None:
+    """L25: tokens of the former key are worth nothing, remembered ones neither."""
+    former, new = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    tokens = verifier(tmp_path, pem(former))
+    token = jwt.encode(claims(), former, "ES256").encode()
+    assert tokens.verify(token).name == "acme"
+    replace_unseen(tmp_path / "issuer.pem", pem(new))
+    assert tokens.reload()
+    assert tokens.verify(jwt.encode(claims(), new, "ES256").encode()).name == "acme"
+    with pytest.raises(Unauthenticated):
+        tokens.verify(token)
 
 
 def test_a_remembered_token_ends_with_its_time(tmp_path: Path) -> None:
