@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from headrace.cli.exits import CliError
+from headrace.services.runtime.files import write_whole
 from headrace.services.runtime.peers import Peer, PeerRole
 
 LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
@@ -56,8 +56,8 @@ def make_authority(folder: Path, days: int = 3650, name: str = "Headrace develop
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
-    _write(folder / "ca.key", _pem_key(key), 0o600)
-    _write(folder / "ca.crt", certificate.public_bytes(serialization.Encoding.PEM), 0o644)
+    write_whole(folder / "ca.key", _pem_key(key), 0o600)
+    write_whole(folder / "ca.crt", certificate.public_bytes(serialization.Encoding.PEM), 0o644)
 
 
 def issue(
@@ -93,8 +93,8 @@ def issue(
         .sign(signer, hashes.SHA256())
     )
     files = files_of(folder, stem)
-    _write(files.key, _pem_key(key), 0o600)
-    _write(files.cert, certificate.public_bytes(serialization.Encoding.PEM), 0o644)
+    write_whole(files.key, _pem_key(key), 0o600)
+    write_whole(files.cert, certificate.public_bytes(serialization.Encoding.PEM), 0o644)
     return files
 
 
@@ -148,12 +148,3 @@ def _pem_key(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-
-
-def _write(path: Path, data: bytes, mode: int) -> None:
-    """Readers find the old file or the whole new one; a key is never readable by others, not even for a moment."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-    partial.replace(path)

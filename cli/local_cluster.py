@@ -33,6 +33,7 @@ from headrace.cli.cluster_spec import CHANGEABLE_ROLES, ClusterSpec, role_of, ro
 from headrace.cli.exits import CliError, Exit
 from headrace.cli.store_secret import VARIABLE, store_secret
 from headrace.services.runtime.errors import HeadraceError
+from headrace.services.runtime.files import write_whole
 from headrace.services.runtime.peers import Peer, PeerRole
 from headrace.v1 import control_pb2, registry_pb2
 
@@ -210,11 +211,7 @@ class LocalCluster:
 
     def _make_secret(self) -> None:
         """What the workers of this run sign transfer parameters with."""
-        path = self.run_dir / SECRET_FILE
-        path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(secrets.token_hex(32) + "\n")
+        write_whole(self.run_dir / SECRET_FILE, f"{secrets.token_hex(32)}\n".encode(), 0o600)
 
     def _make_certificates(self) -> None:
         """An authority for this run, a certificate for each child, and the launcher's own."""

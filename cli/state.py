@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from headrace.cli.exits import CliError, Exit
+from headrace.services.runtime.files import write_whole
 
 STATE_FILE: Final = "cluster.json"
 _PREFIX: Final = "up-"
@@ -75,9 +76,7 @@ def publish(state_dir: Path, run_dir: Path, router: str, model: str) -> None:
     """Write the calling process down, in its directory of `new_run_directory`, as a running cluster whose logs are in
     `run_dir`. Readers see all of it or nothing."""
     cluster = RunningCluster(os.getpid(), start_ticks(os.getpid()) or 0, router, model, str(run_dir))
-    partial = state_dir / f".{STATE_FILE}.partial"
-    partial.write_text(json.dumps(asdict(cluster)) + "\n", encoding="utf-8")
-    partial.replace(state_dir / STATE_FILE)
+    write_whole(state_dir / STATE_FILE, f"{json.dumps(asdict(cluster))}\n".encode(), 0o666)
 
 
 def running_clusters() -> list[RunningCluster]:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from headrace.services.router.api_keys import KeysDocument
 from headrace.services.runtime import logs
-from headrace.services.runtime.files import Stamp, stamp_of
+from headrace.services.runtime.files import Stamp, stamp_of, write_whole
 from headrace.services.runtime.registry._etcd import rpc_pb2 as pb
 from headrace.services.runtime.registry.base import RegistryError
 from headrace.services.runtime.registry.etcd_client import EtcdClient
@@ -126,19 +126,13 @@ class FileKeys:
         return _parse(text, str(self._path))
 
     def _update(self, change: Change) -> KeysDocument:
-        partial = self._path.with_name(f".{self._path.name}.partial")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = os.open(self._path.with_name(f".{self._path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 document = change(self._read())
-                descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                    file.write(document.model_dump_json(indent=1) + "\n")
-                    file.flush()
-                    os.fsync(file.fileno())
-                partial.replace(self._path)
+                write_whole(self._path, f"{document.model_dump_json(indent=1)}\n".encode(), 0o600, sync=True)
             finally:
                 os.close(lock)
         except OSError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -12,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from headrace.services.runtime import logs
+from headrace.services.runtime.files import write_whole
 from headrace.services.runtime.health import Health
 from headrace.services.runtime.intercept import CallGuard, Translate
 from headrace.services.runtime.metrics import Metrics
@@ -98,9 +98,9 @@ class ServiceServer:
         await self._server.start()
         self.address = self._listen.advertise or at
         if self._listen.address_file is not None:
-            _write_whole(self._listen.address_file, f"{at}\n")
+            write_whole(self._listen.address_file, f"{at}\n".encode(), 0o666)
         if self._front is not None and self._front.address_file is not None and self.front_address:
-            _write_whole(self._front.address_file, f"{self.front_address}\n")
+            write_whole(self._front.address_file, f"{self.front_address}\n".encode(), 0o666)
         _log.info("listening", address=at, advertised=self.address, tls=self._tls is not None)
         return port
 
@@ -139,13 +139,6 @@ class ServiceServer:
     def live_calls(self) -> int:
         """Calls being served now, over all methods."""
         return self._guard.live_calls
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Readers find the whole text or no file. Raises OSError."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def server_options(rpc: RpcSettings) -> list[tuple[str, int]]:
