@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Final, Literal, TypeVar
 
 from headrace.cli.exits import CliError
+from headrace.services.runtime.registry.base import CHANGEABLE_ROLES
 
 WORKER_ROLES: Final = ("encoder", "prefill", "decode")
 """Roles whose number can be chosen, in the order in which they start. The router is always one."""
-CHANGEABLE_ROLES: Final = ("prefill", "decode")
-"""Between which a process can change."""
 SECTION_ROLES: Final[Mapping[str, tuple[str, ...]]] = {
     "load": WORKER_ROLES,
     "transfer": WORKER_ROLES,

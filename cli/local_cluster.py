@@ -29,12 +29,13 @@ from headrace.cli.child import Child, ChildSpec, address_file, describe_end
 from headrace.cli.client import RouterClient, replica_is_ready
 from headrace.cli.client_tls import OPERATOR, TLS_FOLDER, ClientTls, identity
 from headrace.cli.cluster_memory import WorkerMemory, device_of, gpu_free_bytes, plan_memory
-from headrace.cli.cluster_spec import CHANGEABLE_ROLES, ClusterSpec, role_of, router_store_sets, user_sets
+from headrace.cli.cluster_spec import ClusterSpec, role_of, router_store_sets, user_sets
 from headrace.cli.exits import CliError, Exit
 from headrace.cli.store_secret import VARIABLE, store_secret
 from headrace.services.runtime.errors import HeadraceError
 from headrace.services.runtime.files import write_whole
 from headrace.services.runtime.peers import Peer, PeerRole
+from headrace.services.runtime.registry.base import CHANGEABLE_ROLES
 from headrace.v1 import control_pb2, registry_pb2
 
 POLL_SECONDS: Final = 0.05

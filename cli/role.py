@@ -8,13 +8,15 @@ from typing import Final
 
 from headrace.cli.client import RouterClient, change_role, drain_replica, replica_status
 from headrace.cli.client_tls import ClientTls, client_tls
+from headrace.cli.cluster_spec import parse_choice
 from headrace.cli.exits import CliError, Exit
 from headrace.cli.failures import cli_error, told
 from headrace.cli.tables import as_json, role_name, state_name
 from headrace.services.runtime.errors import HeadraceError, Unavailable, from_proto
-from headrace.v1 import common_pb2, control_pb2, registry_pb2
+from headrace.services.runtime.registry.base import CHANGEABLE_ROLES
+from headrace.services.runtime.registry.wire import role_to_wire
+from headrace.v1 import control_pb2, registry_pb2
 
-ROLES: Final = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
 START_SECONDS: Final = 300.0
 """Longest wait for the new role beyond the drain: pools, canary, registration."""
 POLL_SECONDS: Final = 0.2
@@ -24,12 +26,11 @@ def role(
     router: str, api_key: str | None, replica: str, wanted: str, *, wait_s: float, force: bool, as_json_text: bool
 ) -> int:
     """Change a role and wait for the end of it; FAILED when the old role is back."""
-    if wanted not in ROLES:
-        raise CliError(f"role {wanted!r}: choose from {', '.join(ROLES)}")
+    new = parse_choice("role", wanted, CHANGEABLE_ROLES)
     tls = client_tls(router)
     with told(router):
         member = _member(router, api_key, replica, tls, spare=not force)
-        before = change_role(member.endpoint, ROLES[wanted], wait_s, tls=tls)
+        before = change_role(member.endpoint, role_to_wire(new), wait_s, tls=tls)
         done = before.state == control_pb2.ROLE_CHANGE_STATE_DONE
         change = before if done else _wait(member.endpoint, wait_s + START_SECONDS, tls)
     if as_json_text:

@@ -6,11 +6,10 @@ import importlib
 from pathlib import Path
 
 from headrace.cli.exits import CliError
+from headrace.services.runtime.registry.base import CHANGEABLE_ROLES
 from headrace.services.runtime.settings_load import SettingsError, load
 
 ROLES = ("router", "encoder", "prefill", "decode")
-CHANGEABLE = ("prefill", "decode")
-"""Roles that a process can change between (`headrace role`)."""
 
 
 def serve(role: str, config: Path | None, sets: list[str]) -> int:
@@ -23,7 +22,7 @@ def serve(role: str, config: Path | None, sets: list[str]) -> int:
         )
         run = importlib.import_module(f"headrace.services.{role}.main").run
         settings = load(settings_class, config, sets)
-        if role not in CHANGEABLE:
+        if role not in CHANGEABLE_ROLES:
             return int(run(settings))
         from headrace.services.worker.lives import Sources
 

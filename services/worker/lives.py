@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol, cast
+from typing import Protocol, cast
 
 from headrace.services.runtime.errors import FailedPrecondition
 from headrace.services.runtime.lifecycle import Lifecycle, Start, run_service
@@ -20,8 +20,6 @@ from headrace.services.runtime.registry.base import Role
 from headrace.services.runtime.settings_load import SettingsError, load
 from headrace.services.worker.engine_host import LoadedModel, LoadedWeights, load_weights, with_pool
 from headrace.services.worker.settings import WorkerSettings
-
-CHANGEABLE: Final = (Role.PREFILL, Role.DECODE)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from headrace.services.runtime.errors import FailedPrecondition, InvalidArgument
 from headrace.services.runtime.lifecycle import Start
 from headrace.services.runtime.peers import PeerRole, peer_of_certificate
 from headrace.services.runtime.process import ServiceProcess
-from headrace.services.runtime.registry.base import Role
-from headrace.services.worker.lives import CHANGEABLE, WorkerLives, start_of
+from headrace.services.runtime.registry.base import CHANGEABLE_ROLES, Role
+from headrace.services.worker.lives import WorkerLives, start_of
 from headrace.services.worker.settings import WorkerSettings
 
 POLL_S: Final = 0.02
@@ -42,8 +42,8 @@ class RoleChange:
     async def __call__(self, role: Role, wait_s: float) -> None:
         """Begin; Status tells how it goes on. Raises InvalidArgument, FailedPrecondition."""
         own = self._settings.ROLE
-        if role not in CHANGEABLE:
-            raise InvalidArgument(f"a {own} becomes a {' or '.join(CHANGEABLE)}, not a {role}", field="role")
+        if role not in CHANGEABLE_ROLES:
+            raise InvalidArgument(f"a {own} becomes a {' or '.join(CHANGEABLE_ROLES)}, not a {role}", field="role")
         intake = self._process.intake
         if self._lives.changing:
             raise FailedPrecondition("a change of role is under way; ask Status how far it is")

@@ -17,8 +17,7 @@ from headrace.kvcache.transfer.peers import Liveness, ProcessIdentity
 from headrace.kvcache.transfer.wire import MalformedBytes, decode_envelope
 from headrace.services.runtime import logs
 from headrace.services.runtime.ids import short
-from headrace.services.runtime.registry.base import Registry, Removed, Replica, Role
-from headrace.services.worker.lives import CHANGEABLE
+from headrace.services.runtime.registry.base import CHANGEABLE_ROLES, Registry, Removed, Replica, Role
 from headrace.v1 import common_pb2
 
 _log = logs.get(__name__)
@@ -44,7 +43,7 @@ class SenderWatch:
 
     async def follow(self, registry: Registry) -> None:
         """Keep up with the registry, for ever. Roles that a process changes to are watched for its next life."""
-        roles = CHANGEABLE if self._role in CHANGEABLE else (self._role,)
+        roles = CHANGEABLE_ROLES if self._role in CHANGEABLE_ROLES else (self._role,)
         async for event in registry.watch(frozenset(roles)):
             replica = event.replica
             own = replica.role is self._role

@@ -28,6 +28,8 @@ class Role(StrEnum):
 
 ENGINE_ROLES = frozenset({Role.PREFILL, Role.DECODE, Role.WHOLE})
 """Roles that exchange KV rows with each other, so that their layouts must agree."""
+CHANGEABLE_ROLES = (Role.PREFILL, Role.DECODE)
+"""Roles that a process can change between, over one loaded model."""
 
 
 class State(StrEnum):
