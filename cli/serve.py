@@ -6,8 +6,8 @@ import importlib
 from pathlib import Path
 
 from headrace.cli.exits import CliError
-from headrace.services.runtime.registry.base import CHANGEABLE_ROLES
-from headrace.services.runtime.settings_load import SettingsError, load
+from headrace.services.runtime.registry.base import CHANGEABLE_ROLES, Role
+from headrace.services.runtime.settings_load import SettingsError, load, settings_class
 
 ROLES = ("router", "encoder", "prefill", "decode")
 
@@ -17,11 +17,8 @@ def serve(role: str, config: Path | None, sets: list[str]) -> int:
     if role not in ROLES:
         raise CliError(f"serve {role!r}: no such role; choose from {', '.join(ROLES)}")
     try:
-        settings_class = getattr(
-            importlib.import_module(f"headrace.services.{role}.settings"), f"{role.capitalize()}Settings"
-        )
         run = importlib.import_module(f"headrace.services.{role}.main").run
-        settings = load(settings_class, config, sets)
+        settings = load(settings_class(Role(role)), config, sets)
         if role not in CHANGEABLE_ROLES:
             return int(run(settings))
         from headrace.services.worker.lives import Sources

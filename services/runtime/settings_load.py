@@ -10,6 +10,7 @@ sources and reaches the roles that have the section.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import tomllib
@@ -54,6 +55,13 @@ _UNKNOWN: Final = frozenset({"extra_forbidden", "unexpected_keyword_argument"})
 
 class SettingsError(Exception):
     """Settings are wrong; the message has one line per problem, with the source of each."""
+
+
+def settings_class(role: Role) -> type[ServiceSettings]:
+    """A role's own class, of its services/ROLE/settings.py. By name, as processes share no code beyond this folder."""
+    module = importlib.import_module(f"headrace.services.{role}.settings")
+    found: type[ServiceSettings] = getattr(module, f"{role.capitalize()}Settings")
+    return found
 
 
 def load(

@@ -17,7 +17,7 @@ from headrace.services.runtime.errors import FailedPrecondition
 from headrace.services.runtime.lifecycle import Lifecycle, Start, run_service
 from headrace.services.runtime.lives import Lives
 from headrace.services.runtime.registry.base import Role
-from headrace.services.runtime.settings_load import SettingsError, load
+from headrace.services.runtime.settings_load import SettingsError, load, settings_class
 from headrace.services.worker.engine_host import LoadedModel, LoadedWeights, load_weights, with_pool
 from headrace.services.worker.settings import WorkerSettings
 
@@ -59,8 +59,7 @@ class WorkerLives(Lives):
         """Settings of another role of this process. Raises FailedPrecondition when it cannot have them."""
         if self._sources is None:
             raise FailedPrecondition("this process was started without the sources of its settings; start another one")
-        cls = importlib.import_module(f"headrace.services.{role}.settings")
-        kind: type[WorkerSettings] = getattr(cls, f"{role.capitalize()}Settings")
+        kind = cast(type[WorkerSettings], settings_class(role))
         try:
             settings = load(kind, self._sources.config, self._sources.sets, self._sources.environ)
         except SettingsError as error:
