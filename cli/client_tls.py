@@ -9,9 +9,9 @@ from typing import Final
 
 import grpc
 
+from headrace.cli.certificates import files_of
 from headrace.cli.exits import CliError
 from headrace.cli.state import running_clusters
-from headrace.services.runtime.server import server_name_options
 
 ENV_IDENTITY: Final = "HEADRACE_IDENTITY"
 """FOLDER/NAME: ca.crt, NAME.crt and NAME.key of FOLDER, as `headrace certs` makes them. A folder that ends in / has an
@@ -29,11 +29,10 @@ class ClientTls:
     ca: Path
     cert: Path | None = None
     key: Path | None = None
-    server_name: str | None = None
-    """Name that the server's certificate must carry; None: the host that is dialled."""
 
     def open(self, address: str, options: list[tuple[str, int]]) -> grpc.Channel:
-        """A channel. Raises CliError when a file cannot be read."""
+        """A channel. The server's certificate must carry the host that is dialled. Raises CliError for a file that
+        cannot be read."""
         try:
             credentials = grpc.ssl_channel_credentials(
                 self.ca.read_bytes(),
@@ -42,14 +41,15 @@ class ClientTls:
             )
         except OSError as error:
             raise CliError(f"cannot read {error.filename}: {error.strerror}; see {ENV_IDENTITY}") from error
-        return grpc.secure_channel(address, credentials, options=[*options, *server_name_options(self.server_name)])
+        return grpc.secure_channel(address, credentials, options=options)
 
 
 def identity(folder: Path, name: str = OPERATOR) -> ClientTls:
     """An identity of an authority's folder."""
+    files = files_of(folder, name)
     if not name:
-        return ClientTls(folder / "ca.crt")
-    return ClientTls(folder / "ca.crt", folder / f"{name}.crt", folder / f"{name}.key")
+        return ClientTls(files.ca)
+    return ClientTls(files.ca, files.cert, files.key)
 
 
 def client_tls(router: str) -> ClientTls | None:
@@ -59,6 +59,6 @@ def client_tls(router: str) -> ClientTls | None:
         return identity(Path(folder or "."), name)
     for cluster in running_clusters():
         folder_of_cluster = Path(cluster.run_dir) / TLS_FOLDER
-        if cluster.router == router and (folder_of_cluster / f"{OPERATOR}.crt").is_file():
+        if cluster.router == router and files_of(folder_of_cluster, OPERATOR).cert.is_file():
             return identity(folder_of_cluster)
     return None

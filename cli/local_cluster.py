@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Final, Self
 
 import headrace
+from headrace.cli.certificates import files_of, issue, make_authority, own_hosts
 from headrace.cli.child import Child, ChildSpec, address_file, describe_end
 from headrace.cli.client import RouterClient, replica_is_ready
 from headrace.cli.client_tls import OPERATOR, TLS_FOLDER, ClientTls, identity
@@ -188,7 +189,7 @@ class LocalCluster:
         spec, role = self.spec, role_of(name)
         sets = [*self._derived_sets(name, memory.get(name)), *user_sets(spec.sets, role), *wiring]
         if spec.tls:
-            files = identity(self.run_dir / TLS_FOLDER, name)
+            files = files_of(self.run_dir / TLS_FOLDER, name)
             sets += [f"tls.ca={files.ca}", f"tls.cert={files.cert}", f"tls.key={files.key}"]
         # The launcher depends on these; whatever the user's own settings say of them, they hold.
         sets += [
@@ -216,8 +217,6 @@ class LocalCluster:
 
     def _make_certificates(self) -> None:
         """An authority for this run, a certificate for each child, and the launcher's own."""
-        from headrace.cli.certificates import issue, make_authority, own_hosts
-
         folder = self.run_dir / TLS_FOLDER
         if not (folder / "ca.key").exists():
             make_authority(folder)

@@ -184,12 +184,8 @@ def open_channel(
     ]
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
-    options += server_name_options(tls.server_name)
+    if tls.server_name is not None:  # instead of the host that is dialled
+        options.append(("grpc.ssl_target_name_override", tls.server_name))
     return RotatingChannel(
         lambda: grpc.aio.secure_channel(address, tls.channel_credentials(), options=options), lambda: tls.generation
     )
-
-
-def server_name_options(name: str | None) -> list[tuple[str, str]]:
-    """gRPC core options by which a server's certificate must carry `name` instead of the host that is dialled."""
-    return [] if name is None else [("grpc.ssl_target_name_override", name)]
