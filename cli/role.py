@@ -30,6 +30,7 @@ def role(
     tls = client_tls(router)
     with told(router):
         member = _member(router, api_key, replica, tls, spare=not force)
+    with told(member.endpoint):
         before = change_role(member.endpoint, role_to_wire(new), wait_s, tls=tls)
         done = before.state == control_pb2.ROLE_CHANGE_STATE_DONE
         change = before if done else _wait(member.endpoint, wait_s + START_SECONDS, tls)
@@ -49,6 +50,7 @@ def drain(
     tls = client_tls(router)
     with told(router):
         member = _member(router, api_key, replica, tls, spare=not (force or resume))
+    with told(member.endpoint):
         answer = drain_replica(member.endpoint, wait_s=wait_s, hand_over=hand_over, resume=resume, tls=tls)
     print(f"{replica} is {state_name(answer.state)}, {answer.live} requests run there")
     return Exit.UNHEALTHY if answer.live and not resume else Exit.DONE
