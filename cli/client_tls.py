@@ -11,7 +11,7 @@ import grpc
 
 from headrace.cli.certificates import files_of
 from headrace.cli.exits import CliError
-from headrace.cli.state import running_clusters
+from headrace.cli.state import cluster_of
 
 ENV_IDENTITY: Final = "HEADRACE_IDENTITY"
 """FOLDER/NAME: ca.crt, NAME.crt and NAME.key of FOLDER, as `headrace certs` makes them. A folder that ends in / has an
@@ -57,8 +57,8 @@ def client_tls(router: str) -> ClientTls | None:
     if given := os.environ.get(ENV_IDENTITY):
         folder, _, name = given.rpartition("/")
         return identity(Path(folder or "."), name)
-    for cluster in running_clusters():
-        folder_of_cluster = Path(cluster.run_dir) / TLS_FOLDER
-        if cluster.router == router and files_of(folder_of_cluster, OPERATOR).cert.is_file():
-            return identity(folder_of_cluster)
-    return None
+    cluster = cluster_of(router)
+    if cluster is None:
+        return None
+    made = Path(cluster.run_dir) / TLS_FOLDER
+    return identity(made) if files_of(made, OPERATOR).cert.is_file() else None

@@ -107,12 +107,17 @@ def find_router(given: str | None) -> str:
     raise CliError(f"several clusters run here: {listed}; choose one with --router HOST:PORT")
 
 
+def cluster_of(router: str) -> RunningCluster | None:
+    """The running cluster of this user that has this router."""
+    return next((cluster for cluster in running_clusters() if cluster.router == router), None)
+
+
 def state_directory(router: str) -> Path:
     """Directory of the launcher whose cluster has this router. Raises CliError when it is not one of this user's."""
-    for cluster in running_clusters():
-        if cluster.router == router:
-            return runtime_directory() / f"{_PREFIX}{cluster.pid}"
-    raise CliError(f"{router} is not the router of a `headrace up` of yours on this machine", Exit.UNREACHABLE)
+    cluster = cluster_of(router)
+    if cluster is None:
+        raise CliError(f"{router} is not the router of a `headrace up` of yours on this machine", Exit.UNREACHABLE)
+    return runtime_directory() / f"{_PREFIX}{cluster.pid}"
 
 
 def start_ticks(pid: int) -> int | None:

@@ -19,15 +19,14 @@ from headrace.v1 import control_pb2, registry_pb2
 
 def status(router: str, api_key: str | None, *, check: bool, as_json_text: bool) -> int:
     """Print the state; UNHEALTHY when something is not ready or an integrity check found something."""
-    with told(router), RouterClient(router, api_key=api_key, tls=client_tls(router)) as client:
+    tls = client_tls(router)
+    with told(router), RouterClient(router, api_key=api_key, tls=tls) as client:
         head = client.status(check_integrity=check)
         replicas: dict[str, control_pb2.StatusResponse] = {}
         unreachable: dict[str, str] = {}
         for member in head.members:
             try:
-                replicas[member.peer.replica_id] = replica_status(
-                    member.endpoint, check_integrity=check, tls=client_tls(router)
-                )
+                replicas[member.peer.replica_id] = replica_status(member.endpoint, check_integrity=check, tls=tls)
             except HeadraceError as error:
                 unreachable[member.peer.replica_id] = str(error)
     problems = _problems(head, replicas, unreachable)
