@@ -15,17 +15,19 @@ from headrace.cli.tables import as_json, role_name, state_name
 from headrace.services.runtime.errors import HeadraceError, Unavailable, from_proto
 from headrace.services.runtime.registry.base import CHANGEABLE_ROLES
 from headrace.services.runtime.registry.wire import role_to_wire
-from headrace.v1 import control_pb2, registry_pb2
+from headrace.v1 import common_pb2, control_pb2, registry_pb2
 
 START_SECONDS: Final = 300.0
-"""Longest wait for the new role beyond the drain: pools, canary, registration."""
+"""Longest wait for the new role beyond the drain: pools, canary."""
+LIST_SECONDS: Final = 60.0
+"""Longest wait for the router to list the worker again: its registration, and the router's watch."""
 POLL_SECONDS: Final = 0.2
 
 
 def role(
     router: str, api_key: str | None, replica: str, wanted: str, *, wait_s: float, force: bool, as_json_text: bool
 ) -> int:
-    """Change a role and wait for the end of it; FAILED when the old role is back."""
+    """Change a role and wait until the router lists the worker again; FAILED when the old role is back."""
     new = parse_choice("role", wanted, CHANGEABLE_ROLES)
     tls = client_tls(router)
     with told(router):
@@ -34,11 +36,14 @@ def role(
         before = change_role(member.endpoint, role_to_wire(new), wait_s, tls=tls)
         done = before.state == control_pb2.ROLE_CHANGE_STATE_DONE
         change = before if done else _wait(member.endpoint, wait_s + START_SECONDS, tls)
+    changed = change.state == control_pb2.ROLE_CHANGE_STATE_DONE
+    with told(router):
+        _wait_listed(router, api_key, replica, change.to_role if changed else change.from_role, tls)
     if as_json_text:
         print(json.dumps(as_json(change)))
-    elif change.state == control_pb2.ROLE_CHANGE_STATE_DONE:
+    elif changed:
         print(f"{replica} is a {wanted}")
-    if change.state == control_pb2.ROLE_CHANGE_STATE_FAILED:
+    if not changed:
         raise CliError(f"{replica} stays a {role_name(change.from_role)}: {from_proto(change.error)}", Exit.FAILED)
     return Exit.DONE
 
@@ -95,3 +100,21 @@ def _wait(address: str, seconds: float, tls: ClientTls | None) -> control_pb2.Ro
     if last is not None:
         raise cli_error(last, address)
     raise CliError(f"the change is not over after {seconds:.0f} s; `headrace status` shows how far it is", Exit.FAILED)
+
+
+def _wait_listed(
+    router: str, api_key: str | None, replica: str, wanted: common_pb2.Role.ValueType, tls: ClientTls | None
+) -> None:
+    """Until the router would send it requests in this role: a worker answers before its registration has arrived."""
+    deadline = time.monotonic() + LIST_SECONDS
+    ready = registry_pb2.REPLICA_STATE_READY
+    with RouterClient(router, api_key=api_key, tls=tls) as client:
+        while time.monotonic() < deadline:
+            for one in client.status().members:
+                if (one.peer.replica_id, one.role, one.state) == (replica, wanted, ready):
+                    return
+            time.sleep(POLL_SECONDS)
+    raise CliError(
+        f"{replica} is a {role_name(wanted)} now, but {router} does not list it as ready after {LIST_SECONDS:.0f} s",
+        Exit.FAILED,
+    )
