@@ -139,8 +139,8 @@ class LimitsSection(Section):
     """Where the limits of tenants are counted (docs/operate.md, Tenants)."""
 
     shared: str | None = None
-    """Redis of the cluster-wide buckets (`redis://…`, `rediss://…`, `unix://…`). Default: index.store_index where that
-    is Redis. Without any, and while it does not answer, each router takes the limit divided by the routers that live."""
+    """Redis of the cluster-wide buckets (`redis://…`, `rediss://…`, `unix://…`). Default: index.store_index where
+    that is Redis. Without any, and while it does not answer, each router takes the limit divided by those that live."""
     prefix: str = "headrace:limit:"
     """Of keys there; clusters that share a Redis differ in it."""
     deadline_ms: int = Field(default=50, ge=1)

@@ -88,7 +88,7 @@ class OpenSegment:
 
     @property
     def descriptor(self) -> int:
-        """Of the file, over a layer with descriptors. As with `write`, who writes there sets `broken` when that fails."""
+        """Of the file, over a layer with descriptors. Who writes there sets `broken` when it fails."""
         return self._file.descriptor
 
     def fits(self, size: int) -> bool:
