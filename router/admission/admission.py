@@ -207,10 +207,7 @@ class Admission:
     def _make_place(self, ticket: Ticket, now: float, *, returns: bool = False) -> tuple[tuple[str, Refused], ...]:
         """Room in the queue for one more, at the cost of the newest of lower priorities; of its own too for one that
         `returns`, which is ahead of all of them. Raises NoPlace, and nothing has changed then."""
-        if not returns:
-            self._check_share(ticket, now)
-        if self._over(self.waiting, self.waiting_tokens, ticket.cost) is None:
-            return ()
+        own = [] if returns else self._beyond_share(ticket, now)
         below = [
             self._tiers[priority]
             for priority in self._priorities
@@ -221,14 +218,16 @@ class Admission:
         cause = self._over(others, tokens, ticket.cost)
         if cause is not None:
             raise self._no_place(ticket, Cause.ROOM if returns else cause, now)
-        displaced: list[tuple[str, Refused]] = []
+        displaced = [self._displace(record, now) for record in own]
         while self._over(self.waiting, self.waiting_tokens, ticket.cost) is not None:
             victim = next(tier for tier in below if tier.waiting).waiting
-            record = victim[next(reversed(victim))]
-            error = self._no_place(record.ticket, Cause.DISPLACED, now)
-            displaced.append((record.ticket.request, error))
-            self._remove(record)
+            displaced.append(self._displace(victim[next(reversed(victim))], now))
         return tuple(displaced)
+
+    def _displace(self, record: Record, now: float) -> tuple[str, Refused]:
+        error = self._no_place(record.ticket, Cause.DISPLACED, now)
+        self._remove(record)
+        return record.ticket.request, error
 
     def _over(self, waiting: int, tokens: int, cost: int) -> Cause | None:
         """Which bound one more would break. One that is larger than the bound of tokens waits alone."""
@@ -238,19 +237,33 @@ class Admission:
             return Cause.TOKENS
         return None
 
-    def _check_share(self, ticket: Ticket, now: float) -> None:
+    def _beyond_share(self, ticket: Ticket, now: float) -> list[Record]:
         """Of the room that others leave, a tenant takes at most its share, but always one request; so whoever floods
-        leaves room for who comes after (dynamic thresholds, Choudhury and Hahne, 1998)."""
+        leaves room for who comes after (dynamic thresholds, Choudhury and Hahne, 1998). Beyond it the tenant's own
+        newest requests of lower priorities make place: these are returned. Raises NoPlace where they are too few."""
         share = self._limits.tenant_share
         if share >= 1.0:
-            return
+            return []
         accounts = [account for tier in self._tiers.values() if (account := tier.account(ticket.tenant)) is not None]
         own = sum(len(account.waiting) for account in accounts)
         own_tokens = sum(account.tokens for account in accounts)
-        left = self._limits.max_waiting - (self.waiting - own)
-        left_tokens = self._limits.max_waiting_tokens - (self.waiting_tokens - own_tokens)
-        if own and (own + 1 > share * left or own_tokens + ticket.cost > share * left_tokens):
-            raise self._no_place(ticket, Cause.TENANT, now)
+        room = share * (self._limits.max_waiting - (self.waiting - own))
+        room_tokens = share * (self._limits.max_waiting_tokens - (self.waiting_tokens - own_tokens))
+        lower = (
+            record
+            for priority in self._priorities
+            if priority < ticket.priority
+            for record in reversed(self._tiers[priority].waiting.values())
+            if record.ticket.tenant == ticket.tenant
+        )
+        victims: list[Record] = []
+        while own and (own + 1 > room or own_tokens + ticket.cost > room_tokens):
+            victim = next(lower, None)
+            if victim is None:
+                raise self._no_place(ticket, Cause.TENANT, now)
+            victims.append(victim)
+            own, own_tokens = own - 1, own_tokens - victim.ticket.cost
+        return victims
 
     def _no_place(self, ticket: Ticket, cause: Cause, now: float) -> NoPlace:
         """Its tokens stand in the line of those to come back."""

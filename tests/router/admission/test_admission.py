@@ -84,6 +84,22 @@ def test_one_tenant_cannot_fill_the_queue(arrivals: list[tuple[str, int]], share
     assert admission.enter(ticket("new", tenant="newcomer"), 0.0).ended == ()
 
 
+def test_beyond_its_share_a_tenants_own_lower_tier_makes_place() -> None:
+    """L12: its batch work is no reason to refuse its urgent request; nobody else's goes for it."""
+    admission = Admission(AdmissionLimits(max_running=1, max_waiting=8, tenant_share=0.5))
+    for one in (ticket("runs"), ticket("other", tenant="u", priority=-1)):
+        admission.enter(one, 0.0)
+    for number in range(3):
+        admission.enter(ticket(f"batch{number}", priority=-1), 0.0)
+    assert refusal(admission, ticket("batch3", priority=-1)).cause is Cause.TENANT
+    (displaced,) = admission.enter(ticket("urgent"), 1.0).ended
+    assert (displaced[0], displaced[1].cause) == ("batch2", Cause.DISPLACED)
+    for name in ("more", "still more"):
+        admission.enter(ticket(name), 1.0)
+    assert refusal(admission, ticket("too many")).cause is Cause.TENANT
+    assert admission.waiting_by_priority() == {-1: 1, 0: 3}
+
+
 def test_late_requests_end_with_an_error_of_their_own() -> None:
     """L6: what cannot be done in time any more does not rot in the queue, nor enter it."""
     admission = Admission(AdmissionLimits(max_running=1, max_waiting=9))
