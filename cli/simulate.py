@@ -35,6 +35,7 @@ BARS_UNIT = "64+64"
 BARS_TRACE = "b8cbb061a85206d729d91cdc2981f43c9e0d99209dce588d3af5f7934408b9df"
 """SHA-256 of that trace's file: Mooncake's conversation trace."""
 DEFAULT_LOAD = 0.85
+SEEDS = 3
 LONGEST_S, MOST_LOAD, MOST_GBIT_S = 1e7, 1e3, 1e9
 QUICK_S = 30.0
 QUICK_POLICIES = (OURS, "round_robin")
@@ -54,7 +55,7 @@ class SimulateOptions:
     trace: Path | None
     modes: tuple[str, ...] = MODES
     policies: tuple[str, ...] = ()
-    seeds: int = 3
+    seeds: int = SEEDS
     warmup_s: float = 80.0
     measured_s: float = 60.0
     load: float | None = None
@@ -81,13 +82,16 @@ def simulate(options: SimulateOptions) -> int:
     for mode in options.modes:
         if mode not in MODES:
             raise CliError(f"--mode {mode} is none of {', '.join(MODES)}")
+    single = options.load is not None or options.scenario is not None
+    if single:
+        _of_one_run(options)
     try:
         load_native()
     except NativeUnavailable as reason:
         Console(stderr=True).print(f"Python decides, which takes several times as long: {reason}", highlight=False)
     began = time.monotonic()
     try:
-        if options.load is not None or options.scenario is not None:
+        if single:
             document = _single(options, base, trace)
         else:
             document = _scores(options, base, trace)
@@ -112,6 +116,14 @@ def _numbers(options: SimulateOptions) -> None:
         require_within("--load", options.load, 0.0, MOST_LOAD)
     if options.store_gbit_s is not None:
         require_within("--store", options.store_gbit_s, 0.0, MOST_GBIT_S)
+
+
+def _of_one_run(options: SimulateOptions) -> None:
+    """Raises CliError for flags that one run cannot obey."""
+    if options.quick or options.seeds != SEEDS:
+        raise CliError("--load and --scenario are one run with one seed; --seeds and --quick are for scores")
+    if options.modes != MODES and len(options.modes) > 1:
+        raise CliError("--load and --scenario are one run; give one --mode")
 
 
 def _worked() -> float:

@@ -54,6 +54,9 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> SimulateOptions:
         ({"measured_s": math.nan}, "--measure nan"),
         ({"load": math.nan}, "--load nan"),
         ({"store_gbit_s": math.inf}, "--store inf"),
+        ({"load": 0.5, "quick": True}, "--quick are for scores"),
+        ({"load": 0.5, "seeds": 2}, "--seeds and"),
+        ({"load": 0.5, "modes": ("prefill", "joint")}, "one --mode"),
         ({"engine": Path("nowhere.toml")}, "--engine"),
     ],
 )
