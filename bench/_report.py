@@ -57,6 +57,22 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def positive(text: str) -> int:
+    """A flag's whole number, 1 or more. Raises what argparse tells in one line."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def existing(text: str) -> Path:
+    """A flag's file or folder. Raises what argparse tells in one line."""
+    path = Path(text)
+    if not path.exists():
+        raise argparse.ArgumentTypeError(f"{text}: no such file or folder")
+    return path
+
+
 def emit(report: Report, *, as_json: bool) -> None:
     """Print the report. JSON goes alone to stdout, so that it can be piped; progress belongs on stderr."""
     if as_json:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from bench._other_side import other_side, stay
-from bench._report import JsonValue, Report, Scalar, arguments, emit
+from bench._report import JsonValue, Report, Scalar, arguments, emit, positive
 from headrace.kvcache.transfer.base import TransferSettings
 from headrace.kvcache.transfer.copies import Direction, Span
 from headrace.kvcache.transfer.nixl import NixlTransferEngine
@@ -31,7 +31,7 @@ WIRES = ("cma", "tcp")
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--repeat", type=int, default=15, help="turns per case; the best is reported")
+    parser.add_argument("--repeat", type=positive, default=15, help="turns per case; the best is reported")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench._progress import Advance, Phases
-from bench._report import JsonValue, Report, arguments, emit
+from bench._report import JsonValue, Report, arguments, emit, existing, positive
 from headrace.router.balancers.base import Tokens
 from headrace.router.balancers.experts.eplb import eplb
 from headrace.router.balancers.experts.peaks import PeakBalancer, Sampling
@@ -85,8 +85,12 @@ class Cell:
 
 def read_routing(path: Path) -> list[Corpus]:
     """Corpora of a file, by name. Raises RoutingError."""
-    with np.load(path) as arrays:
-        corpora = [Corpus(name.removesuffix("_ids"), arrays[name]) for name in sorted(arrays) if name.endswith("_ids")]
+    try:
+        with np.load(path) as arrays:
+            names = [name for name in sorted(arrays) if name.endswith("_ids")]
+            corpora = [Corpus(name.removesuffix("_ids"), arrays[name]) for name in names]
+    except (ValueError, OSError, EOFError) as error:
+        raise RoutingError(f"{path} is no npz file: {error}") from error
     if not corpora:
         raise RoutingError(f"{path} has no array NAME_ids; it needs one per corpus, [layers, tokens, top k]")
     for corpus in corpora:
@@ -159,12 +163,15 @@ def build_report(cells: Sequence[Cell]) -> Report:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--routing", type=Path, required=True, help="npz with NAME_ids, [layers, tokens, top k]")
-    parser.add_argument("--ep", type=int, nargs="+", default=list(RANKS), help="ranks, each with as many replicas")
-    parser.add_argument("--experts", type=int, default=64, help="routed experts of a layer")
+    parser.add_argument("--routing", type=existing, required=True, help="npz with NAME_ids, [layers, tokens, top k]")
+    parser.add_argument("--ep", type=positive, nargs="+", default=list(RANKS), help="ranks, each with as many replicas")
+    parser.add_argument("--experts", type=positive, default=64, help="routed experts of a layer")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
-    corpora = read_routing(options.routing)
+    try:
+        corpora = read_routing(options.routing)
+    except RoutingError as error:
+        parser.error(str(error))
     with Phases() as phases, phases.phase("cells", len(corpora) * len(options.ep)) as advance:
         cells = measure(corpora, options.ep, options.experts, options.seed, advance)
     report = build_report(cells)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from bench._progress import Phases
-from bench._report import Report, Scalar, arguments, emit
+from bench._report import Report, Scalar, arguments, emit, positive
 from bench.index_harness.memory import IndexMemory, measure
 from bench.index_harness.speed import CASES, IndexSpeed, measure_speed
 
@@ -24,8 +24,10 @@ FURTHER_BYTES = 8.0
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--blocks", type=int, default=1_000_000)
-    parser.add_argument("--holders", type=int, nargs="*", default=[1, 2, 4, 7], help="further holders, a run for each")
+    parser.add_argument("--blocks", type=positive, default=1_000_000)
+    parser.add_argument(
+        "--holders", type=positive, nargs="*", default=[1, 2, 4, 7], help="further holders, a run for each"
+    )
     options = parser.parse_args(argv)
     with Phases() as phases:
         memories: list[IndexMemory] = []

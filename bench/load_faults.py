@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from bench._progress import Phases
-from bench._report import JsonValue, Report, Scalar, arguments, emit
+from bench._report import JsonValue, Report, Scalar, arguments, emit, positive
 from bench.load_faults_harness import cluster
 from bench.load_faults_harness.mock_reports import LIES
 from bench.load_faults_harness.simulated import FAULTS, Run, Simulated
@@ -41,8 +41,8 @@ CLUSTER_SLOWDOWN = 8.0
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--simulated-requests", type=int, default=1500)
-    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--simulated-requests", type=positive, default=1500)
+    parser.add_argument("--ranks", type=positive, default=8)
     parser.add_argument("--requests", type=int, default=24, help="in each phase on the real cluster; 0: no cluster")
     parser.add_argument("--lie", choices=LIES, default="absurd", help="of the real liar")
     options = parser.parse_args(argv)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from bench._report import JsonValue, Report, Scalar, arguments, emit
+from bench._report import JsonValue, Report, Scalar, arguments, emit, positive
 from headrace.engine.batch import StepBatch
 from headrace.engine.folders import models_directory
 from headrace.engine.loading import ModelSettings, load_model
@@ -34,10 +34,10 @@ VOCABULARY = 40_000
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--model", type=Path, default=models_directory() / "smollm2-bfloat16", help="V3 model folder")
-    parser.add_argument("--context", type=int, default=540, help="tokens of the prompt")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8], help="sequences of a decode step")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--repeat", type=int, default=8, help="steps per figure; the best counts")
+    parser.add_argument("--context", type=positive, default=540, help="tokens of the prompt")
+    parser.add_argument("--batches", type=positive, nargs="+", default=[1, 2, 4, 8], help="sequences of a decode step")
+    parser.add_argument("--threads", type=positive, nargs="+", default=[1, 2])
+    parser.add_argument("--repeat", type=positive, default=8, help="steps per figure; the best counts")
     parser.add_argument("--no-transformers", action="store_true", help="leave the peer out; it takes a minute")
     flags = parser.parse_args(argv)
     model = load_model(flags.model, ModelSettings())

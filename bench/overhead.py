@@ -34,7 +34,7 @@ from time import perf_counter
 import torch
 
 from bench._progress import Phases
-from bench._report import JsonValue, Report, Scalar, arguments, emit
+from bench._report import JsonValue, Report, Scalar, arguments, emit, positive
 from bench.overhead_harness.cpu import CpuTimes
 from bench.overhead_harness.handed_over import HandedOver, measure_handed_over
 from bench.overhead_harness.load import Figures, Trace, cluster_load, figures
@@ -88,7 +88,7 @@ class Round:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--model", type=Path, help="V3 model folder (default: SmolLM2 in bf16, fetched if need be)")
-    parser.add_argument("--rounds", type=int, default=2, help="turns through all parts")
+    parser.add_argument("--rounds", type=positive, default=2, help="turns through all parts")
     parser.add_argument("--prefill-core", type=int, default=0)
     parser.add_argument("--decode-core", type=int, default=1)
     parser.add_argument("--client-core", type=int, default=1, help="of the router and of this program as the client")

@@ -19,13 +19,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench._progress import Phases
-from bench._report import JsonValue, Report, Scalar, arguments, emit
+from bench._report import JsonValue, Report, Scalar, arguments, emit, existing, positive
 from bench.retention_harness.model import RECORD_BYTES
 from bench.retention_harness.peers import PEERS
 from bench.retention_harness.replay import Outcome, replay_peer, replay_store
 from bench.retention_harness.trace import Trace, load_trace
 from headrace.kvcache.entries import RetentionClass
 from headrace.kvcache.store.retention.classes import DAY
+from headrace.router.simulate.traces import TraceError
 
 WEEK = 7 * DAY
 START_S = 1_700_000_000.0
@@ -47,16 +48,19 @@ class Limits:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--trace", type=Path, required=True, help="in Mooncake's format (JSON lines)")
-    parser.add_argument("--rows", type=int, help="only the first rows of the trace")
-    parser.add_argument("--copies", type=int, default=4, help="copies of the trace for the class replays")
+    parser.add_argument("--trace", type=existing, required=True, help="in Mooncake's format (JSON lines)")
+    parser.add_argument("--rows", type=positive, help="only the first rows of the trace")
+    parser.add_argument("--copies", type=positive, default=4, help="copies of the trace for the class replays")
     parser.add_argument("--chat-limit", type=float, default=Limits.chat, help="least hit ratio of class CHAT")
     parser.add_argument("--agent-limit", type=float, default=Limits.agent, help="least hit ratio of class AGENT")
     parser.add_argument("--without-refresh", action="store_true", help="control: hits prolong nothing")
     parser.add_argument("--without-rewrite", action="store_true", help="control: pressure re-appends nothing")
     parser.add_argument("--plot", type=Path, help="also write a picture (needs matplotlib)")
     options = parser.parse_args(argv)
-    trace = load_trace(options.trace)
+    try:
+        trace = load_trace(options.trace)
+    except TraceError as error:
+        parser.error(str(error))
     if options.rows:
         trace = Trace.of(trace.requests[: options.rows])
     trace = trace.stretched(WEEK)

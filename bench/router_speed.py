@@ -30,7 +30,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench._progress import Phases
-from bench._report import JsonValue, Report, Scalar, arguments, emit
+from bench._report import JsonValue, Report, Scalar, arguments, emit, positive
 from bench.index_harness import memory
 from bench.router_speed_harness import dynamo, service
 from headrace.cli.cluster_spec import ClusterSpec
@@ -50,12 +50,14 @@ BACKTRACKING = 6
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--blocks", type=int, default=1_000_000, help="blocks in the index")
-    parser.add_argument("--decisions", type=int, default=5000, help="measured, for each number of replicas")
-    parser.add_argument("--requests", type=int, default=600, help="that the router passes")
-    parser.add_argument("--streams", type=int, default=64, help="at once, for the cost of a token event")
-    parser.add_argument("--rounds", type=int, default=40, help="of the added latency")
-    parser.add_argument("--workers", type=int, default=8, help="half of them prefill, half decode; Dynamo's are whole")
+    parser.add_argument("--blocks", type=positive, default=1_000_000, help="blocks in the index")
+    parser.add_argument("--decisions", type=positive, default=5000, help="measured, for each number of replicas")
+    parser.add_argument("--requests", type=positive, default=600, help="that the router passes")
+    parser.add_argument("--streams", type=positive, default=64, help="at once, for the cost of a token event")
+    parser.add_argument("--rounds", type=positive, default=40, help="of the added latency")
+    parser.add_argument(
+        "--workers", type=positive, default=8, help="half of them prefill, half decode; Dynamo's are whole"
+    )
     parser.add_argument("--dynamo-python", default=sys.executable, help="an interpreter that has ai-dynamo")
     parser.add_argument("--only", choices=("decisions", "index_memory", "service", "added_real", "dynamo"))
     options = parser.parse_args(argv)

@@ -13,15 +13,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from bench._progress import Phases
-from bench._report import JsonValue, Report, Scalar, arguments, emit
+from bench._report import JsonValue, Report, Scalar, arguments, emit, existing, positive
 from bench.routing_harness.plain import PlainIndex
 from bench.routing_harness.policies import OURS, POLICIES
 from bench.routing_harness.replay import MakeIndex, Outcome, ceiling, keys_of, replay
 from headrace.router.index.index import BlockIndex
-from headrace.router.simulate.traces import Trace, read_trace
+from headrace.router.simulate.traces import Trace, TraceError, read_trace
 
 CAPACITIES: Mapping[str, int | None] = {"infinite": None, "cap5000": 5000}
 INDEX_BYTES = 256 * 1024 * 1024
@@ -80,16 +79,19 @@ CONTROLS: Mapping[str, str] = {
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument(
-        "--trace", type=Path, required=True, help="a trace with block ids (Mooncake or V4-Flash format)"
+        "--trace", type=existing, required=True, help="a trace with block ids (Mooncake or V4-Flash format)"
     )
-    parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--rows", type=int, help="only the first rows of the trace")
+    parser.add_argument("--workers", type=positive, default=8)
+    parser.add_argument("--rows", type=positive, help="only the first rows of the trace")
     parser.add_argument("--policy", action="append", choices=sorted(POLICIES), help="only these; may be repeated")
     parser.add_argument("--index", choices=sorted(INDEXES), default="block", help="of headrace; others: brute force")
     parser.add_argument("--infinite-hits", type=float, default=Bars.infinite_hits, help="bar of hit_ratio, any number")
     parser.add_argument("--cap5000-hits", type=float, default=Bars.cap5000_hits, help="bar of hit_ratio, 5,000 blocks")
     options = parser.parse_args(argv)
-    trace = read_trace(options.trace)
+    try:
+        trace = read_trace(options.trace)
+    except TraceError as error:
+        parser.error(str(error))
     if not trace.block_tokens:
         parser.error(f"{options.trace} has no block ids: nothing is shared in it")
     trace = Trace(trace.format, [row for row in trace.rows[: options.rows] if row.blocks])

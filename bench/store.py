@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from bench._progress import Advance, Phases
-from bench._report import JsonValue, Report, Scalar, arguments, emit
+from bench._report import JsonValue, Report, Scalar, arguments, emit, positive
 from bench.store_harness import files, lmcache, raw
 from bench.store_harness.cases import MIB, Case, cases, entries, payload_pattern
 from bench.store_harness.engine import Engine
@@ -71,11 +71,11 @@ class Timings:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="a directory on the disk to measure")
-    parser.add_argument("--mib", type=int, default=256, help="MiB of records per case and round")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, nargs="+", default=THREADS)
-    parser.add_argument("--payloads", type=int, nargs="+", default=PAYLOADS, help="bytes; the first one is judged")
-    parser.add_argument("--index-rows", type=int, default=100_000)
+    parser.add_argument("--mib", type=positive, default=256, help="MiB of records per case and round")
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--threads", type=positive, nargs="+", default=THREADS)
+    parser.add_argument("--payloads", type=positive, nargs="+", default=PAYLOADS, help="bytes; the first one is judged")
+    parser.add_argument("--index-rows", type=positive, default=100_000)
     parser.add_argument("--peers", nargs="*", default=PEERS, choices=PEERS, help="what else is measured")
     parser.add_argument("--lmcache-python", default=lmcache.default_python(), help="an interpreter that has lmcache")
     options = parser.parse_args(argv)

@@ -36,7 +36,7 @@ from statistics import median
 import PIL.Image
 
 from bench._progress import Advance, Phases
-from bench._report import Report, arguments, emit
+from bench._report import Report, arguments, emit, positive
 from headrace.cli.ask import Answer, Message, chat_prompt, gather, token_prompt
 from headrace.cli.client import RouterClient, replica_status
 from headrace.cli.cluster_spec import ClusterSpec
@@ -95,8 +95,8 @@ class Pictures:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--probes", type=int, default=200, help="rounds")
-    parser.add_argument("--tokens", type=int, default=600, help="length of a prompt")
+    parser.add_argument("--probes", type=positive, default=200, help="rounds")
+    parser.add_argument("--tokens", type=positive, default=600, help="length of a prompt")
     parser.add_argument("--stored", type=int, default=10, help="rounds through the store; 0: none")
     parser.add_argument("--pictures", type=int, default=20, help="pictures that both tenants send; 0: none")
     parser.add_argument("--model", default="deepseek-v41-tiny", help="of the text probes")

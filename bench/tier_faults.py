@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench._progress import Phases
-from bench._report import JsonValue, Report, Scalar, arguments, emit
+from bench._report import JsonValue, Report, Scalar, arguments, emit, positive
 from bench.tier_harness.faults import KillReport, LossReport, kill_volume_server, lose_redis
 from bench.tier_harness.processes import ServerMissing, redis_server
 from bench.tier_harness.weed import WeedCluster
@@ -98,7 +98,7 @@ SCENARIOS: dict[str, Callable[[Path, int, float, Callable[[], None]], KillReport
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--blocks", type=int, default=600, help="blocks of 114,048 B stored beforehand")
+    parser.add_argument("--blocks", type=positive, default=600, help="blocks of 114,048 B stored beforehand")
     parser.add_argument("--seconds", type=float, default=4.0, help="how long the load goes on after a server's death")
     parser.add_argument("--only", choices=sorted(SCENARIOS), help="one scenario")
     options = parser.parse_args()

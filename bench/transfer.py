@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 
 from bench._other_side import other_side, stay
-from bench._report import JsonValue, Report, Scalar, arguments, emit
+from bench._report import JsonValue, Report, Scalar, arguments, emit, positive
 from headrace.kvcache.checksum import checksums
 from headrace.kvcache.handle import ChecksumKind, Handle, LandingPart
 from headrace.kvcache.transfer.base import PeerDescription, TransferSettings
@@ -50,7 +50,7 @@ WIRES = ("cma", "tcp")
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--repeat", type=int, default=7, help="pushes per case; the median is reported")
+    parser.add_argument("--repeat", type=positive, default=7, help="pushes per case; the median is reported")
     parser.add_argument("--wire", action="append", choices=WIRES, help="only these wires (default: all)")
     parser.add_argument("--receive", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

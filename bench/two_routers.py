@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench._progress import Phases
-from bench._report import Report, arguments, emit
+from bench._report import Report, arguments, emit, positive
 from bench.two_routers_harness.clients import Round, client
 from bench.two_routers_harness.model import make_model
 from bench.two_routers_harness.processes import EtcdCluster, Member, slots_peak, slots_used
@@ -123,7 +123,7 @@ def run_all(folder: Path, run_dir: Path, runs: int, advance: Callable[[], None])
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--runs", type=int, default=100, help="runs of each queue (100)")
+    parser.add_argument("--runs", type=positive, default=100, help="runs of each queue (100)")
     options = parser.parse_args()
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch, Phases() as phases:

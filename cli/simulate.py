@@ -91,10 +91,7 @@ def simulate(options: SimulateOptions) -> int:
         Console(stderr=True).print(f"Python decides, which takes several times as long: {reason}", highlight=False)
     began = time.monotonic()
     try:
-        if single:
-            document = _single(options, base, trace)
-        else:
-            document = _scores(options, base, trace)
+        document = _single(options, base, trace) if single else _scores(options, base, trace)
     except (WorkloadError, ScenarioError) as error:
         raise CliError(str(error)) from error
     document |= {"seconds": round(time.monotonic() - began, 1), "processor_seconds": round(_worked(), 1)}
