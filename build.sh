@@ -113,7 +113,7 @@ setup() {
 
 # Make the environment anew over whatever is there.
 install() {
-    local python=$1 minor torch site=() constraints=constraints.txt
+    local python=$1 minor torch module site=() constraints=constraints.txt
     rm -f "$STAMP"
 
     minor=$("$python" -c 'import sys; print(sys.version_info.minor)')
@@ -144,10 +144,12 @@ install() {
     # Likewise for a CUDA triton, and for transformers, of which it uses nothing here.
     pip_install --no-deps xgrammar==0.2.9
     "$VENV/bin/python" -c 'import torch, nixl_cu12, xgrammar, headrace' || die "the environment in $VENV does not import"
-    # Compiled where they run, now instead of at the first model's start. Without them torch serves, several times slower.
-    say "Compiling the C++ kernels"
+    # Compiled where they run, now instead of at the first start. Without them torch and Python do it, several times slower.
+    say "Compiling the C++ libraries"
     command -v g++ >/dev/null || apt_install g++ || true
-    "$VENV/bin/python" -m headrace.kernels.native.build || say "Models will run on torch operators, several times slower"
+    for module in kernels.native.build router.native.build kvcache.store.segments.native.library; do
+        "$VENV/bin/python" -m "headrace.$module" || say "headrace.$module: what it does will be several times slower"
+    done
 }
 
 # Run all checks, then fail if any did.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -76,3 +77,15 @@ def _self_test(library: RecordsLibrary, path: Path) -> None:
     library.free.headrace_records_stamp(theirs, FIELD_BYTES)
     if bytes(theirs) != ours:
         raise NativeUnavailable(f"{path} computes a wrong checksum of a header")
+
+
+def main() -> None:
+    """Compile ahead of time; exit status 1 and the reason where that is impossible."""
+    try:
+        load()
+    except NativeUnavailable as reason:
+        sys.exit(str(reason))
+
+
+if __name__ == "__main__":
+    main()
