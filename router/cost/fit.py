@@ -3,17 +3,18 @@
 Errors are relative (each observation is divided by its prediction), so long and short batches weigh the same. One
 wild observation moves little: its weight falls with its distance, measured in the usual distance. When the usual
 distance itself changes, a few observations suffice. Parameters stay within bounds around their priors.
+
+In plain floats: of three parameters numpy's calls cost several times the arithmetic, and every step of every rank comes
+through here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import mul
 
-import numpy as np
-import numpy.typing as npt
-
-Floats = npt.NDArray[np.float64]
+Vector = Sequence[float]
 TRUSTED = 2.0
 """Distances up to this many times the usual one have full weight (Huber's function)."""
 NOTICED = 4.0
@@ -42,10 +43,13 @@ class ScaleFit:
         `forgetting`: weight of an observation falls by this factor with each further one."""
         if not 0.5 < forgetting <= 1 or not 0 <= least <= most:
             raise ValueError(f"forgetting {forgetting} must be in (0.5, 1] and bounds {least}, {most} in order")
-        self._theta: Floats = np.array(prior, np.float64)
-        deviations = np.full(len(prior), 3.0) if sureness is None else np.array(sureness, np.float64)
-        self._most_variance = (deviations / NOISE) ** 2
-        self._covariance: Floats = np.diag(self._most_variance)
+        self._theta = [float(one) for one in prior]
+        deviations = [3.0] * len(prior) if sureness is None else sureness
+        self._most_variance = [(deviation / NOISE) ** 2 for deviation in deviations]
+        self._covariance = [
+            [variance if row == column else 0.0 for column in range(len(prior))]
+            for row, variance in enumerate(self._most_variance)
+        ]
         self._forgetting = forgetting
         self._least, self._most = least, most
         self._distance = 1.0
@@ -54,21 +58,20 @@ class ScaleFit:
     @property
     def theta(self) -> tuple[float, ...]:
         """The parameters now."""
-        return tuple(self._theta.tolist())
+        return tuple(self._theta)
 
     def predict(self, features: Sequence[float]) -> float:
         """Σ θᵢ·xᵢ."""
-        return float(np.dot(self._theta, features))
+        return _dot(self._theta, features)
 
     def observe(self, features: Sequence[float], value: float) -> bool:
         """Learn from one observation. False: it was no finite positive number, or nothing is predicted for it."""
-        x = np.array(features, np.float64)
-        predicted = float(self._theta @ x)
-        if not (math.isfinite(value) and value > 0 and np.isfinite(x).all() and predicted > 0):
+        predicted = self.predict(features)
+        if not (math.isfinite(value) and value > 0 and all(map(math.isfinite, features)) and predicted > 0):
             return False
         # Relative to the larger of the two: else a prior that is far too low would see endless distances.
         scale = max(predicted, value)
-        x /= scale
+        x = [feature / scale for feature in features]
         error = (value - predicted) / scale
         usual = self._distance
         weight = min(1.0, TRUSTED * usual / max(abs(error), 1e-12))
@@ -78,22 +81,34 @@ class ScaleFit:
         self.observations += 1
         return True
 
-    def _update(self, x: Floats, error: float, noise: float) -> None:
+    def _update(self, x: Vector, error: float, noise: float) -> None:
         """Move along the covariance. A parameter that would leave its bounds keeps its value and the others explain
         the error alone: merely cutting it off would leave their part of the move, in whatever direction that is."""
-        free = np.ones(len(x), np.bool_)
+        every = range(len(x))
+        used = list(x)
+        bound: set[int] = set()
         while True:
-            spread = np.where(free, self._covariance @ np.where(free, x, 0.0), 0.0)
-            gain = spread / (noise + float(x @ spread))
-            moved = self._theta + gain * error
-            out = free & ((moved < self._least) | (moved > self._most))
-            if not out.any():
+            spread = [0.0 if i in bound else _dot(self._covariance[i], used) for i in every]
+            total = noise + _dot(x, spread)
+            gain = [one / total for one in spread]
+            moved = [theta + one * error for theta, one in zip(self._theta, gain, strict=True)]
+            out = {i for i in every if i not in bound and not self._least <= moved[i] <= self._most}
+            if not out:
                 break
-            free &= ~out
+            bound |= out
+            used = [0.0 if i in bound else x[i] for i in every]
         self._theta = moved
-        # Joseph's form, which stays positive for any gain.
-        kept = np.eye(len(x)) - np.outer(gain, x)
-        covariance = (kept @ self._covariance @ kept.T + noise * np.outer(gain, gain)) / self._forgetting
+        # Joseph's form, (1 − g xᵀ) C (1 − g xᵀ)ᵀ + noise · g gᵀ, which stays positive for any gain.
+        kept = [[float(i == j) - gain[i] * x[j] for j in every] for i in every]
+        half = [[_dot(row, column) for column in self._covariance] for row in kept]  # C is symmetric
+        covariance = [
+            [(_dot(half[i], kept[j]) + noise * gain[i] * gain[j]) / self._forgetting for j in every] for i in every
+        ]
         # Without news of one parameter, forgetting alone would make its variance grow for ever.
-        excess = np.sqrt(np.maximum(1.0, np.diag(covariance) / self._most_variance))
-        self._covariance = covariance / np.outer(excess, excess)
+        excess = [math.sqrt(max(1.0, covariance[i][i] / self._most_variance[i])) for i in every]
+        self._covariance = [[covariance[i][j] / (excess[i] * excess[j]) for j in every] for i in every]
+
+
+def _dot(one: Vector, other: Vector) -> float:
+    total: float = sum(map(mul, one, other))
+    return total
