@@ -52,7 +52,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """See inference.proto."""
         tenant = self._tenants.caller(context.invocation_metadata())
         async with self._limiter.request(tenant, request) as charge:
-            await self._fetcher.fill(request.prompt, self._settings.requests.max_images, context.time_remaining())
+            await self._fetcher.fill(
+                request.prompt, self._settings.requests.max_images, _time_left(request, context.time_remaining())
+            )
             async with aclosing(self._generation.run(request, tenant, context.time_remaining())) as responses:
                 async for response in responses:
                     charge.see(response)
@@ -119,3 +121,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             token_ids=prompt.token_ids if request.include_token_ids else (),
             images=len(prompt.images),
         )
+
+
+def _time_left(request: inference_pb2.GenerateRequest, remaining_s: float | None) -> float | None:
+    """The nearer of the call's deadline and the request's own; None: neither has one."""
+    own = [request.timeout_ms / 1000] if request.HasField("timeout_ms") else []
+    return min([*own, *([] if remaining_s is None else [remaining_s])], default=None)
