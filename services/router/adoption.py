@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import grpc.aio
@@ -15,14 +16,13 @@ import grpc.aio
 from headrace.router.fleet import Amount
 from headrace.router.topology import Candidate
 from headrace.services.router.attach import Feed
-from headrace.services.router.attempt import DEADLINE_GRACE_S
 from headrace.services.router.errands import release
+from headrace.services.router.follow import follow
 from headrace.services.router.place import Placed
 from headrace.services.router.workers import Worker, Workers
 from headrace.services.runtime import logs
 from headrace.services.runtime.clock import Clock
 from headrace.services.runtime.errors import (
-    DeadlineExceeded,
     HeadraceError,
     Unavailable,
     closed_is_unavailable,
@@ -97,9 +97,6 @@ class Adoption:
         key, rank = f"adopted {new_request_id()}", adopted.worker.ranks[0]
         amount = Amount(tokens=placed.routing.prompt_tokens, requests=placed.routing.choices)
         self._workers.fleet.begin(rank, key, amount, self._clock.monotonic())
-        grace = deadline + DEADLINE_GRACE_S - self._clock.monotonic()
-        passed = DeadlineExceeded("the deadline passed at the workers")
-        overdue = asyncio.get_running_loop().call_later(max(0.0, grace), feed.put, passed)
         complete = False
         try:
             try:
@@ -108,13 +105,11 @@ class Adoption:
             except TimeoutError:
                 raise Unavailable("the decode replica that has the request does not answer") from None
             link.keep(feed)
-            while not complete:
-                events = await feed.next()
-                complete = events.HasField("report")
-                yield events
-                feed.consume(sum(len(tokens.token_ids) for tokens in events.tokens))
+            async with aclosing(follow(self._workers, feed, placed, deadline, self._clock)) as way:
+                async for events in way:
+                    complete = events.HasField("report")
+                    yield events
         finally:
-            overdue.cancel()
             link.close(feed, None if complete else common_pb2.FINISH_REASON_CANCELLED)
             self._workers.fleet.end(rank, key)
             self._workers.on_news()

@@ -23,7 +23,8 @@ from headrace.router.topology import RankId, Role
 from headrace.services.router.admission import Turn
 from headrace.services.router.adoption import Adopted, Adoption
 from headrace.services.router.attach import Overtaken
-from headrace.services.router.attempt import Attempts, Reservation
+from headrace.services.router.attempt import Attempts
+from headrace.services.router.booking import Reservation
 from headrace.services.router.event_stream import EventStream
 from headrace.services.router.images import EncodedImages, ImageStage, retry_elsewhere
 from headrace.services.router.merge import merged
@@ -31,6 +32,7 @@ from headrace.services.router.parts import Part
 from headrace.services.router.place import Placed
 from headrace.services.router.prepare import Prepared
 from headrace.services.router.report import RequestLog
+from headrace.services.router.reserve import Reserver
 from headrace.services.router.settings import RequestSection
 from headrace.services.router.tenants import Tenant
 from headrace.services.router.workers import Workers
@@ -60,6 +62,7 @@ class Means:
 
     limits: RequestSection
     workers: Workers
+    reserver: Reserver
     attempts: Attempts
     adoption: Adoption
     images: ImageStage
@@ -179,7 +182,7 @@ class Course:
         async with self._reserving:
             while True:
                 try:
-                    reservation = await self._means.attempts.reserve(placed, part.attempt, self._deadline, self._failed)
+                    reservation = await self._means.reserver.reserve(placed, part.attempt, self._deadline, self._failed)
                 except ResourceExhausted:
                     await self._turn.again()
                     continue

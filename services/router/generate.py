@@ -33,6 +33,7 @@ from headrace.services.router.parts import Part
 from headrace.services.router.place import Placed, place
 from headrace.services.router.prepare import Prepared, is_quick, prepare
 from headrace.services.router.report import RequestLog
+from headrace.services.router.reserve import Reserver
 from headrace.services.router.settings import RouterSettings
 from headrace.services.router.snapshots import SnapshotPlanner
 from headrace.services.router.tenants import Tenant
@@ -65,6 +66,7 @@ class Generation:
         model: ServedModel,
         workers: Workers,
         images: ImageStage,
+        reserver: Reserver,
         attempts: Attempts,
         adoption: Adoption,
         desk: AdmissionDesk,
@@ -75,8 +77,8 @@ class Generation:
         self._settings = settings
         self._model = model
         self._workers = workers
-        self._attempts = attempts
-        self._means = Means(settings.requests, workers, attempts, adoption, images, clock)
+        self._reserver = reserver
+        self._means = Means(settings.requests, workers, reserver, attempts, adoption, images, clock)
         self._desk = desk
         self._router = router
         self._clock = clock
@@ -143,7 +145,7 @@ class Generation:
         """What it will probably cost. Images are counted before their encoder has seen them."""
         tokens = len(prepared.token_ids) + sum(image_tokens(image, self._model.vision) for image in prepared.images)
         if placed is not None:
-            tokens = self._attempts.uncached_tokens(placed.routing)
+            tokens = self._reserver.uncached_tokens(placed.routing)
         return Ticket(
             request=prepared.request_id,
             tenant=tenant.keys.tag,

@@ -25,6 +25,7 @@ from headrace.services.router.limits import Limiter, Routers, SharedBuckets
 from headrace.services.router.model import load_served_model
 from headrace.services.router.prefix_metrics import add_prefix_metrics
 from headrace.services.router.prefixes import Prefixes
+from headrace.services.router.reserve import Reserver
 from headrace.services.router.service import InferenceServicer
 from headrace.services.router.settings import RouterSettings
 from headrace.services.router.snapshots import SnapshotPlanner
@@ -92,7 +93,7 @@ async def _start(settings: RouterSettings, folder: Path, tenants: Tenants, life:
         model,
         workers,
         ImageStage(workers, encoders, model.vision, process.peer, process.clock),
-        Attempts(
+        Reserver(
             workers,
             workers.balance.pairs,
             workers.balance.conditional,
@@ -100,6 +101,7 @@ async def _start(settings: RouterSettings, folder: Path, tenants: Tenants, life:
             process.clock,
             settings.router.reserve_timeout_seconds,
         ),
+        Attempts(workers, prefixes, process.clock),
         Adoption(workers, process.peer, process.clock, settings.router.adopt_timeout_seconds),
         desk,
         snapshots,

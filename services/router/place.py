@@ -144,3 +144,11 @@ def expand_images(
         )
         ids.extend([token] * image.tokens)
     return ids, spans
+
+
+def fill_spec(spec: common_pb2.RequestSpec, placed: Placed, attempt: int, left_s: float) -> None:
+    """The spec of one attempt, in the message that carries it: with its token ids it is large, and copied once. All but
+    the number and the time is the same in all attempts (L16)."""
+    spec.CopyFrom(placed.spec)
+    spec.id.attempt = attempt
+    spec.time_left_ms = max(1, round(left_s * 1000))

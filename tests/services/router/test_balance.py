@@ -13,9 +13,9 @@ from headrace.router.cost.loading import Source
 from headrace.router.fleet import Amount, Fleet
 from headrace.router.index.base import PrefixMatch, no_match
 from headrace.router.topology import RankId, Role
-from headrace.services.router import attempt as attempts_module
-from headrace.services.router.attempt import Attempts
+from headrace.services.router import reserve as reserve_module
 from headrace.services.router.balance import Balance
+from headrace.services.router.reserve import Reserver
 from headrace.services.router.settings import BalanceSection
 from headrace.services.runtime.clock import SystemClock
 from headrace.services.runtime.errors import InvalidArgument, NeverFits, ResourceExhausted, Unavailable
@@ -91,7 +91,7 @@ class _NoPrefixes:
         return no_match(self._fleet.numbers.size)
 
 
-def attempts(
+def reserver(
     refusing: set[str],
     error: Exception,
     count: int = 4,
@@ -99,11 +99,11 @@ def attempts(
     fleet: Fleet | None = None,
     neighbours: bool = True,
 ) -> tuple[Any, list[str], Any]:
-    """Attempts at a cluster of which some decode replicas refuse; the names asked, in order."""
+    """A reserver at a cluster of which some decode replicas refuse; the names asked, in order."""
     fleet = fleet_of(*prefills(prefill_count), *decodes(count)) if fleet is None else fleet
     balance = Balance(fleet, BalanceSection(neighbours=neighbours))
     workers: Any = SimpleNamespace(fleet=fleet, balance=balance, broken=lambda: ())
-    maker = Attempts(workers, balance.pairs, balance.conditional, _NoPrefixes(fleet), SystemClock(), 1.0)  # type: ignore[arg-type]
+    maker = Reserver(workers, balance.pairs, balance.conditional, _NoPrefixes(fleet), SystemClock(), 1.0)  # type: ignore[arg-type]
     asked: list[str] = []
 
     async def reserve_at(pair: Pair, *_: object) -> Pair:
@@ -122,12 +122,12 @@ PLACED: Any = SimpleNamespace(routing=request())
 async def test_select_is_reserve_down_the_list() -> None:
     """L23: whoever refuses is not asked again, the next one is."""
     full = ResourceExhausted("full", retry_after_s=1.0)
-    maker, asked, fleet = attempts({"ddc000", "ddc002"}, full)
+    maker, asked, fleet = reserver({"ddc000", "ddc002"}, full)
     pair = await maker.reserve(PLACED, 1, 1e9)
     assert pair.decode.id.replica_id == asked[-1]
     assert asked[-1] in ("ddc001", "ddc003")
     assert len(set(asked)) == len(asked)
-    maker, asked, _ = attempts({f"ddc{index:03}" for index in range(4)}, full)
+    maker, asked, _ = reserver({f"ddc{index:03}" for index in range(4)}, full)
     with pytest.raises(ResourceExhausted):
         await maker.reserve(PLACED, 1, 1e9)
     assert sorted(asked) == [f"ddc{index:03}" for index in range(4)]
@@ -139,15 +139,15 @@ async def test_refusals_are_bounded(prefill_count: int) -> None:
     """L6, L12: a cluster that is full is not asked through; the request waits for news instead. So many different ranks
     are asked, however many prefill ranks there are."""
     everybody = {f"ddc{index:03}" for index in range(100)}
-    maker, asked, _ = attempts(everybody, ResourceExhausted("full", retry_after_s=1.0), 100, prefill_count)
+    maker, asked, _ = reserver(everybody, ResourceExhausted("full", retry_after_s=1.0), 100, prefill_count)
     with pytest.raises(ResourceExhausted):
         await maker.reserve(PLACED, 1, 1e9)
-    assert len(set(asked)) == len(asked) == attempts_module.MOST_REFUSALS
+    assert len(set(asked)) == len(asked) == reserve_module.MOST_REFUSALS
 
 
 async def test_a_retry_avoids_what_failed_and_still_uses_it_last() -> None:
     """L16: the next attempt goes elsewhere; where there is nobody else, it goes there again."""
-    maker, _, fleet = attempts(set(), Unavailable("x"), 2)
+    maker, _, fleet = reserver(set(), Unavailable("x"), 2)
     failed = {fleet.candidates(Role.DECODE)[0].id, fleet.candidates(Role.PREFILL)[1].id}
     pair = await maker.reserve(PLACED, 2, 1e9, failed)
     assert (pair.prefill.id.replica_id, pair.decode.id.replica_id) == ("p000", "ddc001")
@@ -156,11 +156,11 @@ async def test_a_retry_avoids_what_failed_and_still_uses_it_last() -> None:
 
 
 async def test_what_no_other_replica_could_do_better_is_raised_at_once() -> None:
-    maker, asked, _ = attempts({f"ddc{index:03}" for index in range(4)}, InvalidArgument("bad"))
+    maker, asked, _ = reserver({f"ddc{index:03}" for index in range(4)}, InvalidArgument("bad"))
     with pytest.raises(InvalidArgument):
         await maker.reserve(PLACED, 1, 1e9)
     assert len(asked) == 1
-    maker, asked, _ = attempts(set(), Unavailable("x"))
+    maker, asked, _ = reserver(set(), Unavailable("x"))
     too_long: Any = SimpleNamespace(routing=request(10**9))
     with pytest.raises(NeverFits):
         await maker.reserve(too_long, 1, 1e9)
@@ -171,7 +171,7 @@ async def test_a_prompt_is_too_long_only_where_capacity_is_the_reason() -> None:
     """L12: who leaves while the attempt looks for prefixes, or is in another data centre, is a reason to come back."""
     full = ResourceExhausted("full", retry_after_s=1.0)
     for role in (Role.PREFILL, Role.DECODE):
-        maker, asked, fleet = attempts(set(), full, 1, 1)
+        maker, asked, fleet = reserver(set(), full, 1, 1)
         last = fleet.candidates(role)[0].id
 
         async def match(*_: object, fleet: Fleet = fleet, last: RankId = last) -> PrefixMatch:
@@ -184,13 +184,13 @@ async def test_a_prompt_is_too_long_only_where_capacity_is_the_reason() -> None:
         assert raised.value.retry_after_s
         assert asked == []
     apart = fleet_of(*prefills(2, "x"), *decodes(2, "y"))
-    maker, asked, _ = attempts(set(), full, fleet=apart, neighbours=False)
+    maker, asked, _ = reserver(set(), full, fleet=apart, neighbours=False)
     with pytest.raises(Unavailable, match=r"balance\.neighbours"):
         await maker.reserve(PLACED, 1, 1e9)
     with pytest.raises(NeverFits, match="no prefill replica"):
         await maker.reserve(SimpleNamespace(routing=request(10**9)), 1, 1e9)
     small = fleet_of(*prefills(2, "x"), *decodes(2, "y", rows=2))
-    maker, asked, _ = attempts(set(), full, fleet=small, neighbours=False)
+    maker, asked, _ = reserver(set(), full, fleet=small, neighbours=False)
     with pytest.raises(NeverFits, match="no decode replica"):
         await maker.reserve(PLACED, 1, 1e9)
     assert asked == []
@@ -198,17 +198,17 @@ async def test_a_prompt_is_too_long_only_where_capacity_is_the_reason() -> None:
 
 def test_a_pair_counts_from_its_choice_and_a_refusal_gives_it_back() -> None:
     """L22, L10: between choosing and the answer a second request sees the first."""
-    maker, _, fleet = attempts(set(), Unavailable("x"))
+    maker, _, fleet = reserver(set(), Unavailable("x"))
     balance = maker._workers.balance
     chosen, now = [], maker._clock.monotonic()
     for index in range(4):
         pair = next(balance.pairs.order(request(affinity=b"x", deadline=now + 60), no_match(fleet.numbers.size), now))
-        maker._begin(pair, PLACED, common_pb2.AttemptId(request_id=str(index), attempt=1), now)
+        maker._bookings.begin(pair, PLACED, common_pb2.AttemptId(request_id=str(index), attempt=1))
         chosen.append(pair)
     assert len({pair.decode for pair in chosen}) == 4
     assert len({pair.prefill for pair in chosen}) == 2
     assigned = fleet.loads(Role.PREFILL, now).assigned.sum()
     for index, pair in enumerate(chosen):
-        maker._end(pair, common_pb2.AttemptId(request_id=str(index), attempt=1), Amount())
+        maker._bookings.end(pair, common_pb2.AttemptId(request_id=str(index), attempt=1), Amount())
     assert fleet.idle
     assert fleet.loads(Role.PREFILL, now).assigned.sum() < 0.01 * assigned

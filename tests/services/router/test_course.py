@@ -134,7 +134,7 @@ class Site:
         workers = SimpleNamespace(fleet=fleet, broken=lambda: (), group=lambda: None)
         clock, log = SystemClock(), RequestLog(arrived=0.0)
         section = RequestSection(**{"recovery_seconds": 0.2, **limits})  # type: ignore[arg-type]
-        means: Any = Means(section, workers, self, SimpleNamespace(), self, clock)  # type: ignore[arg-type]
+        means: Any = Means(section, workers, self, self, SimpleNamespace(), self, clock)  # type: ignore[arg-type]
         prepared: Any = _Prepared((inference_pb2.Image(),) if images else ())
         turn: Any = SimpleNamespace(
             placed=lambda: None, delivered=lambda: None, correct=lambda tokens: None, again=self._again

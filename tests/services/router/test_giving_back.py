@@ -52,7 +52,7 @@ async def test_a_second_cancellation_leaves_nothing_open(monkeypatch: pytest.Mon
     pair = SimpleNamespace(decode=SimpleNamespace(id="decode"), prefill=SimpleNamespace(id="prefill"))
     reservation: Any = SimpleNamespace(link=link, feed=_Feed(), pair=pair)
     placed: Any = SimpleNamespace(spec=common_pb2.RequestSpec())
-    attempts = Attempts(workers, SimpleNamespace(), SimpleNamespace(), SimpleNamespace(), SystemClock(), 1.0)  # type: ignore[arg-type]
+    attempts = Attempts(workers, SimpleNamespace(), SystemClock())  # type: ignore[arg-type]
     monkeypatch.setattr(attempts, "_call", lambda *_: SimpleNamespace(initial_metadata=lambda: asyncio.sleep(0)))
     monkeypatch.setattr(attempts, "_prefill", prefill)
     given = asyncio.Event()
@@ -84,7 +84,7 @@ def _attempt(monkeypatch: pytest.MonkeyPatch, prefill: Callable[..., Awaitable[N
         pair=SimpleNamespace(decode=SimpleNamespace(id="d"), prefill=SimpleNamespace(id="p")),
         target_lost=False,
     )
-    attempts = Attempts(workers, SimpleNamespace(), SimpleNamespace(), SimpleNamespace(), SystemClock(), 1.0)  # type: ignore[arg-type]
+    attempts = Attempts(workers, SimpleNamespace(), SystemClock())  # type: ignore[arg-type]
     monkeypatch.setattr(attempts, "_call", lambda *_: SimpleNamespace(initial_metadata=lambda: asyncio.sleep(0)))
     monkeypatch.setattr(attempts, "_prefill", prefill)
     return attempts, reservation, feed

@@ -42,7 +42,7 @@ def prepared(name: str = "report", resume: tuple[tuple[int, int], ...] = (), *, 
 def generation() -> Any:
     nothing: Any = SimpleNamespace()
     return Generation(
-        RouterSettings(), nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing, SystemClock()
+        RouterSettings(), nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing, SystemClock()
     )
 
 
