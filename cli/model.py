@@ -55,7 +55,7 @@ def make(name: str, directory: Path | None, seed: int) -> Path:
     try:
         import deepseek_recipe  # noqa: F401
     except ImportError:
-        raise CliError("model make needs the package deepseek-recipe: pip install 'headrace[demo]'") from None
+        raise CliError("model make needs the package deepseek-recipe: pip install deepseek-recipe") from None
     from headrace.engine.converters.folder import exclusive, new_folder
     from headrace.engine.models.deepseek_v41.make import make_byte_model
 

@@ -9,7 +9,7 @@ from headrace.cli.exits import CliError
 from headrace.services.runtime.registry.base import CHANGEABLE_ROLES, Role
 from headrace.services.runtime.settings_load import SettingsError, load, settings_class
 
-ROLES = ("router", "encoder", "prefill", "decode")
+ROLES = ("gateway", "router", "encoder", "prefill", "decode")
 
 
 def serve(role: str, config: Path | None, sets: list[str]) -> int:

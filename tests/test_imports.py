@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TORCH_FREE = (
     "headrace.router",
     "headrace.services.router",
+    "headrace.services.gateway",
     "headrace.services.runtime",
     "headrace.engine.text",
     "headrace.kvcache.keys",

@@ -166,7 +166,7 @@ class DeepseekV41Protocol:
         try:
             import deepseek_recipe
         except ImportError as error:
-            raise TextError("the v4.1 protocol needs the package deepseek-recipe (in the extra 'demo')") from error
+            raise TextError("the v4.1 protocol needs the package deepseek-recipe") from error
         self._recipe = deepseek_recipe
         self._tokenizer = tokenizer
         self._image_token_id = image_token_id

@@ -31,7 +31,7 @@ is an error. One file may serve all roles: tables under `[roles.ROLE]` ({roles})
 hold for that role alone and win over top-level ones of the same source. Sizes take units (`64MiB`). Lists are JSON or
 separated by commas. `none` empties a key that may be empty.
 """
-ROLE_MODULES: Final = ("router", "encoder", "prefill", "decode")
+ROLE_MODULES: Final = ("gateway", "router", "encoder", "prefill", "decode")
 """Folders of services/ whose settings.py defines one ServiceSettings subclass each."""
 
 

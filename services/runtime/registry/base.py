@@ -24,6 +24,8 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     WHOLE = "whole"
+    GATEWAY = "gateway"
+    """HTTP for clients. Has settings, and is no member of any registry."""
 
 
 ENGINE_ROLES = frozenset({Role.PREFILL, Role.DECODE, Role.WHOLE})

@@ -1,0 +1,252 @@
+"""An API's request as a call of InferenceService: checked, converted, rendered, tokenised. Nothing here waits."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, Protocol
+
+import deepseek_recipe as recipe
+
+from headrace.services.gateway import fields, hermes
+from headrace.services.gateway.constraints import constraint_of
+from headrace.services.gateway.errors import from_recipe
+from headrace.services.gateway.prompts import (
+    Rendered,
+    render_template,
+    render_v41,
+    special_tokens,
+    unused_mark,
+    wire_images,
+)
+from headrace.services.gateway.upstream import Upstream
+from headrace.services.runtime.errors import InvalidArgument, Unimplemented
+from headrace.services.runtime.ids import new_request_id
+from headrace.v1 import common_pb2, inference_pb2
+
+Body = Mapping[str, Any]
+ApiName = Literal["chat", "responses", "messages"]
+
+
+class Api(Protocol):
+    """What differs between the three conversational APIs before the call."""
+
+    name: ApiName
+    id_prefix: str
+    request_class: Any
+    """deepseek-recipe's."""
+
+    def recipe_body(self, body: Body, upstream: Upstream) -> dict[str, Any]:
+        """What deepseek-recipe reads of a checked body. Raises typed errors for what is not supported."""
+        ...
+
+    def response_format(self, body: Body) -> Mapping[str, Any]:
+        """The wanted form of the text, in the words of Chat Completions; empty: any."""
+        ...
+
+    def forces_any_tool(self, body: Body) -> bool:
+        """Some tool has to be called, whichever."""
+        ...
+
+    def one_call_only(self, body: Body) -> bool:
+        """At most one tool may be called."""
+        ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request that can be sent."""
+
+    api: ApiName
+    upstream: Upstream
+    request: inference_pb2.GenerateRequest
+    generator: Callable[[], Any]
+    """Makes deepseek-recipe's generator of one choice's events."""
+    parsing: Callable[[], recipe.ParsingOptions]
+    tools: frozenset[str]
+    """Names that calls in the Hermes form may have; empty: text is no call."""
+    in_call: bool
+    id: str
+    created: int
+    """Unix seconds."""
+    stream: bool
+    stops: frozenset[str]
+    eos: frozenset[int]
+    n: int = 1
+    echo: recipe.ResponsesEcho | None = field(default=None, repr=False)
+
+    @property
+    def model(self) -> str:
+        return self.upstream.name
+
+    @property
+    def as_text(self) -> bool:
+        """The answer is read from the router's text, not from its tokens."""
+        return bool(self.tools)
+
+
+_PENALTIES: Final = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+def make_call(api: Api, body: Body, upstream: Upstream, model: inference_pb2.Model, low_detail_tokens: int) -> Call:
+    """Raises InvalidArgument, Unimplemented naming the field, in the API's words."""
+    fields.check(api.name, body)
+    given = {name: value for name, value in body.items() if value is not None}
+    v41 = upstream.entry.protocol == "v4.1"
+    mark = unused_mark(body)
+    options = _options(upstream, model, mark, thinking=upstream.entry.thinking and not _forces_tool(given))
+    read = {**api.recipe_body(given, upstream), "model": upstream.name}
+    try:
+        reader = api.request_class(read)
+        echo = reader.echo() if isinstance(reader, recipe.ResponsesRequest) else None
+        names = reader.namespace_tool_map(options) if isinstance(reader, recipe.ResponsesRequest) else {}
+        converted = reader.convert(options)
+    except (recipe.ConversionError, ValueError) as error:
+        raise from_recipe(error, _culprit(api, read, options)) from error
+    conversation = converted.conversation
+    if conversation.thinking_mode and not v41:
+        raise Unimplemented("reasoning", "this model does not reason; switch thinking off")
+    forced = api.forces_any_tool(given) and bool(conversation.tools)
+    if forced:
+        conversation = _requiring(conversation)
+    rendered = (render_v41 if v41 else render_template)(conversation, upstream.assets, mark)
+    stops = tuple(converted.parsing_options.stop_sequences) or _own_stops(given)
+    request = _request(given, converted, rendered, stops, v41=v41, low_detail_tokens=low_detail_tokens)
+    offered = conversation.tool_choice != "none" and bool(conversation.tools)
+    tools = frozenset(tool.name for tool in conversation.tools) if offered and not v41 else frozenset()
+    if tools and request.sampling.HasField("logprobs"):
+        raise Unimplemented("logprobs", "not beside tools with this model; leave one of them out")
+    if api.one_call_only(given) and offered:
+        if v41:
+            raise Unimplemented("parallel_tool_calls", "calls of this model are not held to one; leave it out")
+        request.stop.stop.append(hermes.CLOSE)
+    constraint = constraint_of(api.response_format(given), converted, conversation, rendered)
+    if constraint is not None:
+        request.constraint.CopyFrom(constraint)
+    identifier = api.id_prefix + new_request_id()
+
+    def parsing() -> recipe.ParsingOptions:
+        made: recipe.ParsingOptions = converted.parsing_options
+        made.stop_sequences = list(stops)
+        if tools:
+            made.special_tokens = recipe.SpecialTokens(dsml=hermes.DELIMITER)
+            made.parse_tool_calls, made.starts_in_tool_calls = True, False
+        elif forced:
+            made.parse_tool_calls = made.starts_in_tool_calls = True
+        return made
+
+    def generator() -> Any:
+        made = api.request_class.chunk_generator(converted, identifier, upstream.name)
+        if echo is not None:
+            made = made.with_echo(echo).with_namespace_tool_map(names)
+        return made
+
+    return Call(
+        api=api.name,
+        upstream=upstream,
+        request=request,
+        generator=generator,
+        parsing=parsing,
+        tools=tools,
+        in_call=rendered.in_call,
+        id=identifier,
+        created=int(time.time()),
+        stream=converted.stream,
+        stops=frozenset(stops),
+        eos=frozenset(model.eos_token_ids),
+        n=int(request.sampling.n or 1),
+        echo=echo,
+    )
+
+
+def _culprit(api: Api, read: Body, options: recipe.ConversionOptions) -> str:
+    """The field without which deepseek-recipe takes the request; its own words name none."""
+    for name in read:
+        try:
+            api.request_class({other: value for other, value in read.items() if other != name}).convert(options)
+        except (recipe.ConversionError, ValueError):
+            continue
+        return name
+    return "input" if api.name == "responses" else "messages"
+
+
+def _options(upstream: Upstream, model: inference_pb2.Model, mark: str, *, thinking: bool) -> recipe.ConversionOptions:
+    most = model.limits.max_tokens or 2**31 - 1
+    return (
+        recipe.ConversionOptions(
+            default_thinking_mode=thinking,
+            responses_web_search=recipe.WebSearchBehavior.Reject,
+            thinking_max_tokens_upper_bound=most,
+            non_thinking_max_tokens_upper_bound=most,
+        )
+        .with_model_versions_by_name({upstream.name: recipe.ModelVersion.DeepseekV41Flash})
+        .with_special_tokens(special_tokens(mark))
+    )
+
+
+def _forces_tool(given: Body) -> bool:
+    """A forced call comes without reasoning, unless the request says otherwise."""
+    choice = given.get("tool_choice")
+    if isinstance(choice, Mapping):
+        return choice.get("type") in ("function", "tool", "any", "custom")
+    return choice == "required"
+
+
+def _requiring(conversation: recipe.Conversation) -> recipe.Conversation:
+    if conversation.thinking_mode:
+        raise InvalidArgument("a forced call comes without reasoning; switch thinking off", field="tool_choice")
+    return recipe.Conversation(
+        conversation.messages, thinking_mode=False, tools=conversation.tools, tool_choice="required"
+    )
+
+
+def _own_stops(given: Body) -> tuple[str, ...]:
+    stop = given.get("stop", ())
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _request(
+    given: Body,
+    converted: recipe.ConversationRequest,
+    rendered: Rendered,
+    stops: tuple[str, ...],
+    *,
+    v41: bool,
+    low_detail_tokens: int,
+) -> inference_pb2.GenerateRequest:
+    options = converted.inference_options
+    tokens = inference_pb2.TokenPrompt(
+        token_ids=rendered.token_ids, images=wire_images(rendered.images, low_detail_tokens)
+    )
+    request = inference_pb2.GenerateRequest(prompt=inference_pb2.Prompt(tokens=tokens), sampling=sampling_of(given))
+    if v41:
+        request.sampling.temperature, request.sampling.top_p = options.temperature or 0.0, options.top_p or 1.0
+    if options.logprobs:
+        request.sampling.logprobs = options.top_logprobs or 0
+    if options.max_tokens is not None:
+        request.stop.max_tokens = options.max_tokens
+    request.stop.stop.extend(stops)
+    return request
+
+
+def sampling_of(given: Body) -> common_pb2.SamplingParams:
+    """The fields that are named alike in every API. Raises InvalidArgument."""
+    wire = common_pb2.SamplingParams(n=int(given.get("n", 1)))
+    for name in ("temperature", "top_p", *_PENALTIES):
+        if name in given:
+            setattr(wire, name, float(given[name]))
+    for name in ("top_k", "seed"):
+        if name in given:
+            setattr(wire, name, int(given[name]))
+    for token, bias in given.get("logit_bias", {}).items():
+        if not token.isdecimal() or int(token) >= 2**32:
+            raise InvalidArgument(f"{token[:20]!r} is no token id", field="logit_bias")
+        wire.logit_bias.add(token_id=int(token), bias=float(bias))
+    return wire
+
+
+def schema_text(schema: object) -> str:
+    """A JSON Schema for the wire."""
+    return json.dumps(schema, ensure_ascii=False)

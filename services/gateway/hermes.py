@@ -1,0 +1,145 @@
+"""Tools as text for models that have a chat template of their own: the Hermes form.
+
+The tools stand in the system message as JSON; a call is `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. What
+the model writes in that form is handed to deepseek-recipe in its markup under a delimiter that no text can hold, so
+that calls reach the clients of every API in the way of DeepSeek's own models.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+import deepseek_recipe as recipe
+
+OPEN: Final = "<tool_call>\n"
+CLOSE: Final = "</tool_call>"
+RESULT_OPEN: Final = "<tool_response>\n"
+RESULT_CLOSE: Final = "\n</tool_response>"
+DELIMITER: Final = "\U0010fffe"
+"""A noncharacter; what a model writes of it is removed before it is read."""
+_TAG: Final = "<tool_call>"
+_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,256}")
+
+
+def preamble(tools: Sequence[recipe.ToolDefinition]) -> str:
+    """What tells the model of its tools."""
+    lines = [
+        json.dumps(
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description or "",
+                    "parameters": tool.parameters or {"type": "object", "properties": {}},
+                },
+            },
+            ensure_ascii=False,
+        )
+        for tool in tools
+    ]
+    return (
+        "You may call one or more of these functions. Each line describes one:\n<tools>\n"
+        + "\n".join(lines)
+        + '\n</tools>\nTo call a function, write\n<tool_call>\n{"name": <its name>, "arguments": <a JSON object>}\n'
+        "</tool_call>"
+    )
+
+
+def calls_text(calls: Sequence[recipe.ToolCall]) -> str:
+    """Earlier calls, as the model would have written them."""
+    return "".join(
+        f'\n{OPEN}{{"name": {json.dumps(call.name)}, "arguments": {call.arguments or "{}"}}}\n{CLOSE}' for call in calls
+    )
+
+
+def call_schema(tools: Sequence[recipe.ToolDefinition]) -> dict[str, Any]:
+    """JSON Schema of one call of any of the tools."""
+    branches = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.name}, "arguments": tool.parameters or {"type": "object"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    return branches[0] if len(branches) == 1 else {"anyOf": branches}
+
+
+class CallReader:
+    """Turns a model's text, piece by piece, into text with deepseek-recipe's markup."""
+
+    def __init__(self, names: frozenset[str], *, in_call: bool) -> None:
+        """`in_call`: the prompt has opened a call already."""
+        self._names = names
+        self._in_call = in_call
+        self._held = ""
+        self._calls = 0
+
+    def feed(self, text: str) -> str:
+        """What of it can be told now. Text that may begin a call waits, a call waits until it is whole."""
+        self._held += text.replace(DELIMITER, "")
+        out = ""
+        while True:
+            if self._in_call:
+                body, closed, rest = self._held.partition(CLOSE)
+                if not closed:
+                    return out
+                out += self._call(body, CLOSE)
+                self._in_call, self._held = False, rest
+                continue
+            before, opened, rest = self._held.partition(_TAG)
+            if opened:
+                out += self._plain(before)
+                self._in_call, self._held = True, rest
+                continue
+            keep = _overlap(before, _TAG)
+            out += self._plain(before[: len(before) - keep])
+            self._held = before[len(before) - keep :]
+            return out
+
+    def finish(self) -> str:
+        """The rest: a call that the end cut, or that a stop string closed, counts if it is whole JSON."""
+        rest = self._call(self._held, "") if self._in_call else self._plain(self._held)
+        self._held, self._in_call = "", False
+        return rest + (f"</{DELIMITER} calls>" if self._calls else "")
+
+    def _plain(self, text: str) -> str:
+        """Behind a call only further calls count; models put white space between them."""
+        return "" if self._calls else text
+
+    def _call(self, body: str, close: str) -> str:
+        found = _parse(body, self._names)
+        if found is None:
+            return self._plain(f"{_TAG}{body}{close}")
+        name, arguments = found
+        parameters = "".join(
+            f'<{DELIMITER} parameter name="{key}" string="false">{json.dumps(value, ensure_ascii=False)}'
+            f"</{DELIMITER} parameter>\n"
+            for key, value in arguments.items()
+        )
+        begin = "" if self._calls else f"\n\n<{DELIMITER} calls>\n"
+        self._calls += 1
+        return f'{begin}<{DELIMITER} invoke name="{name}">\n{parameters}</{DELIMITER} invoke>\n'
+
+
+def _parse(body: str, names: frozenset[str]) -> tuple[str, dict[str, Any]] | None:
+    """Name and arguments; None for what is no call of a tool on offer."""
+    try:
+        call = json.loads(body)
+    except ValueError:
+        return None
+    if not isinstance(call, dict) or call.get("name") not in names:
+        return None
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict) or not all(_NAME.fullmatch(key) for key in arguments):
+        return None
+    return call["name"], arguments
+
+
+def _overlap(text: str, tag: str) -> int:
+    """Length of the longest end of `text` that begins `tag`."""
+    return next((size for size in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:size])), 0)

@@ -1,0 +1,116 @@
+"""A call's answer: tokens from the router through deepseek-recipe's parser to the API's events, choice by choice."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import deepseek_recipe as recipe
+
+from headrace.services.gateway.calls import Call
+from headrace.services.gateway.hermes import CallReader
+from headrace.services.runtime.errors import Cancelled, DeadlineExceeded, Internal, from_proto
+from headrace.v1 import common_pb2, inference_pb2
+
+Event = Any
+"""deepseek-recipe's chunk or event of the call's API; it has to_json()."""
+
+
+class ChoiceStream:
+    """One choice. deepseek-recipe ends it at a stop string by itself, a moment before the router's end comes."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        tokenizer = None if call.as_text else call.upstream.recipe_tokenizer
+        self._processor = recipe.StreamProcessor(call.generator(), call.parsing(), tokenizer)
+        self._reader = CallReader(call.tools, in_call=call.in_call) if call.as_text else None
+        self.ended = False
+        """The router has said how it ended."""
+
+    def begin(self, prompt_tokens: int, fingerprint: str) -> list[Event]:
+        usage = recipe.PromptUsage(prompt_tokens=prompt_tokens)
+        return self._push(recipe.InferenceChunk.ready(prompt_usage=usage, system_fingerprint=fingerprint or None))
+
+    def take(self, tokens: common_pb2.TokensEvent) -> list[Event]:
+        """New tokens. Those that end a sequence are no text in any API."""
+        if self._reader is not None:
+            text = self._reader.feed(tokens.text)
+            return self._push(recipe.InferenceChunk.text(text, len(tokens.token_ids))) if text else []
+        kept = [index for index, token in enumerate(tokens.token_ids) if token not in self._call.eos]
+        if not kept:
+            return []
+        ids = [tokens.token_ids[index] for index in kept]
+        logprobs = [_pair(tokens.logprobs[index]) for index in kept] if tokens.logprobs else None
+        return self._push(recipe.InferenceChunk.tokens(ids, logprobs))
+
+    def end(self, finished: common_pb2.FinishedEvent) -> list[Event]:
+        """How it ended. Raises what ended it early."""
+        self.ended = True
+        raise_if_failed(finished)
+        events: list[Event] = []
+        if self._reader is not None:
+            events += self._push_text(self._reader.finish())
+            if finished.stop_string in self._call.stops:  # which the router's text does not have
+                events += self._push_text(finished.stop_string)
+        reasons = recipe.InferenceFinishReason
+        length = finished.reason == common_pb2.FINISH_REASON_LENGTH
+        events += self._push(recipe.InferenceChunk.finish(reasons.Length if length else reasons.Stop))
+        if not self._processor.finished:
+            events += self._processor.finish()
+        return events
+
+    def _push_text(self, text: str) -> list[Event]:
+        return self._push(recipe.InferenceChunk.text(text)) if text else []
+
+    def _push(self, chunk: recipe.InferenceChunk) -> list[Event]:
+        return [] if self._processor.finished else list(self._processor.push(chunk))
+
+
+def _pair(position: common_pb2.PositionLogprobs) -> tuple[float, list[tuple[int, float]]]:
+    return position.chosen.logprob, [(one.token_id, one.logprob) for one in position.top]
+
+
+def raise_if_failed(finished: common_pb2.FinishedEvent) -> None:
+    """Raises what ended a choice other than its own end."""
+    if finished.reason == common_pb2.FINISH_REASON_ERROR:
+        raise from_proto(finished.error)
+    if finished.reason == common_pb2.FINISH_REASON_DEADLINE:
+        raise DeadlineExceeded("the deadline passed while tokens came; allow more time or ask for fewer")
+    if finished.reason == common_pb2.FINISH_REASON_CANCELLED:
+        raise Cancelled("the request was cancelled")
+
+
+async def answers(
+    call: Call, wire: AsyncGenerator[inference_pb2.GenerateResponse, None]
+) -> AsyncGenerator[tuple[int, list[Event]] | common_pb2.Usage, None]:
+    """(choice, new events), and the usage last. Raises typed errors, in the middle, too.
+
+    The first item comes with the first token: until then a failure is a status.
+    """
+    choices = [ChoiceStream(call) for _ in range(call.n)]
+    async with aclosing(wire):
+        async for event in wire:
+            match event.WhichOneof("event"):
+                case "started":
+                    fingerprint = call.upstream.fingerprint()
+                    for index, choice in enumerate(choices):
+                        yield index, choice.begin(event.started.prompt_tokens, fingerprint)
+                case "tokens":
+                    events = _choice(choices, event.tokens.choice).take(event.tokens)
+                    if events:
+                        yield event.tokens.choice, events
+                case "finished":
+                    yield event.finished.choice, _choice(choices, event.finished.choice).end(event.finished)
+                case "usage":
+                    if not all(choice.ended for choice in choices):
+                        raise Internal("the router told the usage of a request that has not ended; repeat it")
+                    yield event.usage
+                    return
+    raise Internal("the router's stream ended before the request did; repeat it")
+
+
+def _choice(choices: list[ChoiceStream], index: int) -> ChoiceStream:
+    if index >= len(choices):
+        raise Internal(f"the router sent choice {index} of {len(choices)}; repeat the request")
+    return choices[index]

@@ -1,0 +1,149 @@
+"""One served model as the gateway sees it: its router, what the router says of it, and how its prompts are written."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Final, cast
+
+import deepseek_recipe
+import grpc
+import grpc.aio
+
+from headrace.engine.text.assets import TextAssets, load_text_assets
+from headrace.services.gateway.settings import ModelEntry
+from headrace.services.runtime.errors import (
+    HeadraceError,
+    Internal,
+    NotFound,
+    closed_is_unavailable,
+    from_rpc_error,
+)
+from headrace.services.runtime.intercept import request_metadata
+from headrace.services.runtime.server import open_channel
+from headrace.services.runtime.settings import RpcSettings
+from headrace.services.runtime.tls import Tls
+from headrace.v1 import inference_pb2, inference_pb2_grpc
+
+REMEMBER_S: Final = 30.0
+"""How long what a router said of its model is taken for granted."""
+
+
+class Upstream:
+    """A model. Belongs to the event loop's thread."""
+
+    def __init__(self, entry: ModelEntry, assets: TextAssets, rpc: RpcSettings, tls: Tls | None, ask_s: float) -> None:
+        """`ask_s`: longest wait for answers that cost the router nothing (L6)."""
+        self.entry = entry
+        self.name = entry.name
+        self.assets = assets
+        self.recipe_tokenizer = deepseek_recipe.Tokenizer.from_file(str(entry.folder / "tokenizer.json"))
+        self._at_router = entry.router_model or entry.name
+        self._ask_s = ask_s
+        self._channel = open_channel(entry.router, rpc, tls=tls)
+        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._known: inference_pb2.Model | None = None
+        self._known_at = float("-inf")
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    def fingerprint(self) -> str:
+        """`system_fingerprint`: another one means other weights, layout or numeric mode."""
+        if self._known is None:
+            return ""
+        identity = self._known.identity
+        return "fp_" + hashlib.sha256(identity.model_fingerprint + identity.layout_fingerprint).hexdigest()[:16]
+
+    async def describe(self, credential: str | None) -> inference_pb2.Model:
+        """What the router says, at most REMEMBER_S old. For somebody else's requests the credential does not matter: it
+        is asked for with every one of them."""
+        now = asyncio.get_running_loop().time()
+        if self._known is None or now - self._known_at > REMEMBER_S:
+            await self.ask(credential)
+        assert self._known is not None
+        return self._known
+
+    async def ask(self, credential: str | None) -> inference_pb2.Model:
+        """The same, asked now. Raises what the router answers, Unauthenticated for a credential that it does not
+        know."""
+        answer = await self._call(self._stub.ListModels, inference_pb2.ListModelsRequest(), credential)
+        for model in answer.models:
+            if model.identity.name == self._at_router:
+                self._known, self._known_at = model, asyncio.get_running_loop().time()
+                return cast(inference_pb2.Model, model)
+        raise NotFound(f"the router at {self.entry.router} serves no model {self._at_router!r}", field="model")
+
+    async def count(self, prompt: inference_pb2.Prompt, credential: str | None) -> int:
+        """Tokens of a prompt as the router counts them."""
+        request = inference_pb2.CountTokensRequest(model=self._at_router, prompt=prompt)
+        answer = await self._call(self._stub.CountTokens, request, credential)
+        return int(answer.prompt_tokens)
+
+    async def generate(
+        self, request: inference_pb2.GenerateRequest, credential: str | None, timeout_s: float
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """Events of one request. Closing the generator cancels it at the router. Raises typed errors."""
+        request.model = self._at_router
+        call: Any = None
+        try:
+            with closed_is_unavailable(f"the router of {self.name}"):
+                call = self._stub.Generate(request, timeout=timeout_s, metadata=_metadata(credential))
+                async for event in call:
+                    yield event
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            if call is not None:
+                call.cancel()
+
+    async def _call(self, method: Any, request: object, credential: str | None) -> Any:
+        try:
+            with closed_is_unavailable(f"the router of {self.name}"):
+                return await method(request, timeout=self._ask_s, metadata=_metadata(credential))
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+
+class Upstreams:
+    """All served models, by each of their names."""
+
+    def __init__(self, models: tuple[Upstream, ...]) -> None:
+        self.models = models
+        self._by_name = {name: one for one in models for name in (one.name, *one.entry.aliases)}
+
+    def get(self, name: object) -> Upstream:
+        """Raises NotFound."""
+        found = self._by_name.get(name) if isinstance(name, str) else None
+        if found is None:
+            served = ", ".join(one.name for one in self.models)
+            raise NotFound(f"no model {str(name)[:100]!r}; served here: {served}", field="model")
+        return found
+
+    async def close(self) -> None:
+        await asyncio.gather(*(one.close() for one in self.models))
+
+
+def load_assets(folder: Path, entry: ModelEntry) -> TextAssets:
+    """Tokenizer and prompt form. Raises TextError."""
+    return load_text_assets(folder, entry.protocol)
+
+
+async def first(events: AsyncGenerator[inference_pb2.GenerateResponse, None]) -> inference_pb2.GenerateResponse:
+    """The first event, before which a failure is a status. Raises Internal for a stream without any."""
+    async for event in events:
+        return event
+    raise Internal("the router ended the stream without an event; repeat the request")
+
+
+def _metadata(credential: str | None) -> grpc.aio.Metadata:
+    metadata = request_metadata()
+    if credential is not None:
+        metadata.add("authorization", f"Bearer {credential}")
+    return metadata
+
+
+__all__ = ["HeadraceError", "Upstream", "Upstreams", "aclosing", "first", "load_assets"]
