@@ -12,6 +12,7 @@ from headrace.cli.cache_commands import app as cache_app
 from headrace.cli.certs_commands import app as certs_app
 from headrace.cli.exits import CliError, Exit
 from headrace.cli.keys_commands import app as keys_app
+from headrace.cli.offline_commands import offline
 
 app = typer.Typer(
     name="headrace",
@@ -26,6 +27,7 @@ app.add_typer(model_app)
 app.add_typer(cache_app)
 app.add_typer(certs_app)
 app.add_typer(keys_app)
+app.command()(offline)
 
 Sets = Annotated[
     list[str] | None,
@@ -253,25 +255,6 @@ def restart(
 
     names = tuple(replicas or ())
     raise typer.Exit(restart(find_router(router), names, with_router=with_router, allow_gap=allow_gap, as_json=json))
-
-
-@app.command()
-def offline(
-    file: Annotated[Path, typer.Argument(help="One request per line, as JSON (docs/cli.md); `-` is standard input.")],
-    model: ModelName,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Default: standard output.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")] = "cpu",
-    dtype: Dtype = None,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: all cores, or one for tiny models.")] = 0,
-    config: Config = None,
-    sets: Sets = None,
-) -> None:
-    """Answer a file of requests in this one process, without a cluster."""
-    from headrace.cli.model_folder import find_model
-    from headrace.cli.offline import offline
-
-    derived = [f"load.device={device}", *([] if dtype is None else [f"load.dtype={dtype}"])]
-    raise typer.Exit(offline(find_model(model, dtype), file, output, threads, config, [*derived, *(sets or [])]))
 
 
 @app.command()

@@ -1,35 +1,30 @@
-"""`headrace offline`: a file of requests answered in this process; results are JSON lines in the requests' order."""
+"""`headrace offline`: a file of requests answered by an engine in this process or by a cluster.
+
+Headrace's own lines are answered here, in their order; batch files of the OpenAI API (batch.py) by either.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.progress import Progress, TaskID, TextColumn
 
+from headrace.cli.batch import is_batch, opened, read_batch, run_batch
 from headrace.cli.exits import CliError, Exit
 from headrace.cli.progress import progress_bar
 from headrace.cli.request_line import LineError, parse_line
+from headrace.cli.sources import Source, load_runner, open_asker
 from headrace.services.runtime.errors import HeadraceError
-from headrace.services.runtime.memory import read_budget
 
 if TYPE_CHECKING:
     from headrace.cli.offline_engine import OfflineRunner, Result
     from headrace.v1 import inference_pb2
-
-MEMORY_FRACTION: Final = 0.8
-KV_SHARE: Final = 0.65
-"""Of what is left of the host's memory after the weights (L29); the rest is for spilled sequences and activations."""
-BASE_BYTES: Final = 512 << 20
-SHARED_WEIGHTS: Final = 64 << 20
-"""Models below this size run on one thread unless told otherwise: their operators are shorter than the wait of one
-thread for another, which on a busy machine made V4.1-tiny a hundred times slower with two."""
 
 
 @dataclass
@@ -42,50 +37,49 @@ class Line:
     error: str = ""
 
 
-def offline(folder: Path, file: Path, output: Path | None, threads: int, config: Path | None, sets: list[str]) -> int:
+def offline(source: Source, file: Path, output: Path | None) -> int:
     """Run the file; the exit status. Raises CliError for what is wrong before the first request."""
-    lines = list(read_lines(file))
-    runner = load_runner(folder, threads, config, sets)
+    text = read_text(file)
+    if is_batch(text):
+        return _batch(source, text, output)
+    if source.folder is None:
+        raise CliError("these lines are Headrace's own and need --model; a cluster takes batch files (docs/cli.md)")
+    lines = list(read_lines(text, Path() if str(file) == "-" else file.parent))
+    runner = load_runner(source, source.folder)
     with _opened(output) as out:
         failed = run_lines(lines, runner, out)
+    return _verdict(failed, len(lines))
+
+
+def _batch(source: Source, text: str, output: Path | None) -> int:
+    lines = read_batch(text)
+    again = "" if output is None else "; what is answered is kept: repeat the command to go on"
+    with opened(output) as (done, put), ExitStack() as stack:
+        try:
+            failed = run_batch(lines, done, lambda: stack.enter_context(open_asker(source)), put)
+        except KeyboardInterrupt:
+            raise CliError(f"interrupted{again}", Exit.INTERRUPTED) from None
+    return _verdict(failed, len(lines))
+
+
+def _verdict(failed: int, total: int) -> int:
     if failed:
-        print(f"headrace: {failed} of {len(lines)} requests failed; their lines say why", file=sys.stderr)
+        print(f"headrace: {failed} of {total} requests failed; their lines say why", file=sys.stderr)
         return Exit.USAGE
     return Exit.DONE
 
 
-def load_runner(
-    folder: Path, threads: int = 0, config: Path | None = None, sets: list[str] | None = None
-) -> OfflineRunner:
-    """The model with the settings that the folder, a file and flags give. Raises CliError."""
-    from headrace.cli.offline_engine import OfflineRunner, OfflineSettings
-    from headrace.engine.loading import ModelError
-    from headrace.engine.sizing import TooLittleMemory
-    from headrace.engine.text.errors import TextError
-    from headrace.services.runtime.settings_load import SettingsError, load
-
-    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    rest = int(read_budget().available_bytes * MEMORY_FRACTION) - weights - BASE_BYTES
-    derived = [
-        f"model.folder={folder}",
-        f"model.name={folder.name}",
-        f"engine.kv_bytes={max(1, int(rest * KV_SHARE))}",
-        f"engine.threads={threads or (1 if weights < SHARED_WEIGHTS else len(os.sched_getaffinity(0)))}",
-        "log.level=warning",
-    ]
+def read_text(file: Path) -> str:
+    """A file of requests (`-`: standard input). Raises CliError."""
     try:
-        return OfflineRunner(load(OfflineSettings, config, [*derived, *(sets or [])]), folder)
-    except (SettingsError, ModelError, TooLittleMemory, TextError) as error:
-        raise CliError(str(error)) from error
-
-
-def read_lines(file: Path) -> Iterator[Line]:
-    """The requests of a file (`-`: standard input); a line that is none carries its error. Raises CliError."""
-    try:
-        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CliError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
-    folder = Path() if str(file) == "-" else file.parent
+
+
+def read_lines(text: str, folder: Path) -> Iterator[Line]:
+    """The requests of a file of Headrace's own lines; a line that is none carries its error. Paths of images begin at
+    `folder`."""
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue

@@ -122,6 +122,17 @@ class OfflineRunner:
         )
         return [result for result in results if result is not None]
 
+    @property
+    def identity(self) -> common_pb2.ModelIdentity:
+        """Name and fingerprints, as a cluster tells them."""
+        facts = self._loaded.facts
+        return common_pb2.ModelIdentity(
+            name=facts.name,
+            model_fingerprint=facts.model_fp,
+            layout_fingerprint=facts.layout_fp,
+            row_fingerprint=facts.row_fp,
+        )
+
     def integrity(self) -> tuple[str, ...]:
         """Contradictions in the engine and its pool; empty is good."""
         return tuple(self._engine.engine.integrity())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -117,6 +118,24 @@ def test_cluster_and_offline_say_the_same(up: Up, tiny: Path, tmp_path: Path) ->
     choices = json.loads(image.stdout)["choices"]
     assert [one["token_ids"] for one in choices] == [one["token_ids"] for one in alone[1]["choices"]]
     assert json.loads(image.stdout)["usage"]["image_tokens"] == alone[1]["usage"]["image_tokens"] > 0
+
+    # The same once more as a batch file of the OpenAI API, by the cluster.
+    address = "data:image/png;base64," + base64.b64encode((tmp_path / "red.png").read_bytes()).decode()
+    parts = [{"type": "image_url", "image_url": {"url": address}}, {"type": "text", "text": "What is this?"}]
+    bodies = [
+        ("/v1/completions", {"prompt": "The water runs", "temperature": 0, "max_tokens": 12}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": parts}], **sampling}),
+        ("/v1/completions", {"prompt": "x", "top_p": 7}),
+    ]
+    batch = [{"custom_id": str(at), "url": url, "body": body} for at, (url, body) in enumerate(bodies)]
+    (tmp_path / "batch.jsonl").write_text("\n".join(map(json.dumps, batch)))
+    done = up.headrace("offline", str(tmp_path / "batch.jsonl"))
+    assert done.returncode == Exit.USAGE, done.stderr
+    answered = {entry["custom_id"]: entry["response"] for entry in map(json.loads, done.stdout.splitlines())}
+    assert answered["0"]["body"]["choices"][0]["text"] == alone[0]["choices"][0]["text"]
+    texts = [choice["message"]["content"] for choice in answered["1"]["body"]["choices"]]
+    assert texts == [choice["text"] for choice in alone[1]["choices"]]
+    assert (answered["2"]["status_code"], answered["2"]["body"]["error"]["param"]) == (400, "top_p")
 
 
 def test_refusals_have_their_status(up: Up) -> None:
