@@ -1,4 +1,4 @@
-"""The gateway's routes, and what is the same for all of them: errors in the API's shape, ids, counts (L11, L13)."""
+"""What is the same for all routes: the way of a request, errors in the API's shape, ids, counts (L11, L13)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Final
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from headrace.services.gateway import chat, completions
@@ -29,8 +27,6 @@ from headrace.services.runtime.errors import (
     DeadlineExceeded,
     HeadraceError,
     Internal,
-    InvalidArgument,
-    NotFound,
 )
 from headrace.services.runtime.live import Outcome
 from headrace.services.runtime.metrics import Metrics
@@ -56,22 +52,6 @@ class Gateway:
         self._answers = metrics.counter("http_answers", "Answers, by route and status", ("route", "status"))
         self._seconds = metrics.histogram("http_seconds", "Duration of requests, streams included", ("route",))
 
-    def app(self, extra: tuple[BaseRoute, ...] = ()) -> Starlette:
-        """The ASGI application; `extra` are routes of further APIs."""
-        return Starlette(
-            routes=[
-                self.route("/v1/chat/completions", self.chat, "openai", "chat"),
-                self.route("/v1/completions", self.completions, "openai", "completions"),
-                self.route("/v1/models", self.models, "openai", methods=("GET",)),
-                self.route("/v1/models/{model:path}", self.model, "openai", methods=("GET",)),
-                *extra,
-                Route("/health", self.health),
-                Route("/ready", self.is_ready),
-                Route("/metrics", self.show_metrics),
-            ],
-            exception_handlers={HTTPException: _no_route},
-        )
-
     async def close(self) -> None:
         """Close the channels to the routers."""
         await self.upstreams.close()
@@ -90,7 +70,7 @@ class Gateway:
         include_usage = chat.wants_usage(body)
         if call.stream:
             frames = chat.frames(call, answers(call, wire), include_usage=include_usage)
-            return await self.stream(request, frames, functools.partial(_told_openai, key))
+            return await self.stream(request, frames, functools.partial(told_openai, key))
         return JSONResponse(await until_left(request.receive, chat.whole(call, answers(call, wire))))
 
     async def completions(self, request: Request, key: str) -> Response:
@@ -103,7 +83,7 @@ class Gateway:
         wire = self.send(upstream, completion.request, request, self.door.wanted(request))
         if completion.stream:
             frames = completions.frames(completion, wire, include_usage=include_usage)
-            return await self.stream(request, frames, functools.partial(_told_openai, key))
+            return await self.stream(request, frames, functools.partial(told_openai, key))
         return JSONResponse(await until_left(request.receive, completions.whole(completion, wire)))
 
     async def call(
@@ -243,20 +223,9 @@ def _outcome(failure: BaseException | None) -> Outcome:
     return Outcome.DEADLINE if isinstance(failure, DeadlineExceeded) else Outcome.FAILED
 
 
-def _told_openai(key: str, error: HeadraceError) -> bytes:
+def told_openai(key: str, error: HeadraceError) -> bytes:
+    """An error in the middle of a stream."""
     return frame(body_of(error, "openai", key, "chat"))
-
-
-async def _no_route(request: Request, error: Exception) -> Response:
-    """What no route takes, in the shape of the API that was meant."""
-    assert isinstance(error, HTTPException)
-    shape: Shape = "anthropic" if request.url.path.startswith("/v1/messages") else "openai"
-    if error.status_code == 405:
-        response = error_response(InvalidArgument("this method is not taken here"), shape, request_id(request))
-        response.status_code = 405
-        response.headers.update(error.headers or {})
-        return response
-    return error_response(NotFound(f"nothing is at {request.url.path[:200]}"), shape, request_id(request))
 
 
 def _model(name: str, model: inference_pb2.Model) -> dict[str, Any]:

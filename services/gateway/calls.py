@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -37,6 +36,8 @@ class Api(Protocol):
     id_prefix: str
     request_class: Any
     """deepseek-recipe's."""
+    reasoning_field: str
+    """What a client switches reasoning on with."""
 
     def recipe_body(self, body: Body, upstream: Upstream) -> dict[str, Any]:
         """What deepseek-recipe reads of a checked body. Raises typed errors for what is not supported."""
@@ -52,6 +53,10 @@ class Api(Protocol):
 
     def one_call_only(self, body: Body) -> bool:
         """At most one tool may be called."""
+        ...
+
+    def traffic_class(self, body: Body) -> common_pb2.TrafficClass.ValueType:
+        """What the body says of it; headers overrule it."""
         ...
 
 
@@ -107,7 +112,7 @@ def make_call(api: Api, body: Body, upstream: Upstream, model: inference_pb2.Mod
         raise from_recipe(error, _culprit(api, read, options)) from error
     conversation = converted.conversation
     if conversation.thinking_mode and not v41:
-        raise Unimplemented("reasoning", "this model does not reason; switch thinking off")
+        raise Unimplemented(api.reasoning_field, "this model does not reason; leave it out")
     forced = api.forces_any_tool(given) and bool(conversation.tools)
     if forced:
         conversation = _requiring(conversation)
@@ -115,6 +120,7 @@ def make_call(api: Api, body: Body, upstream: Upstream, model: inference_pb2.Mod
     stops = tuple(converted.parsing_options.stop_sequences) or _own_stops(given)
     request = _request(given, converted, rendered, stops, v41=v41, low_detail_tokens=low_detail_tokens)
     offered = conversation.tool_choice != "none" and bool(conversation.tools)
+    request.traffic_class = api.traffic_class(given)
     tools = frozenset(tool.name for tool in conversation.tools) if offered and not v41 else frozenset()
     if tools and request.sampling.HasField("logprobs"):
         raise Unimplemented("logprobs", "not beside tools with this model; leave one of them out")
@@ -245,8 +251,3 @@ def sampling_of(given: Body) -> common_pb2.SamplingParams:
             raise InvalidArgument(f"{token[:20]!r} is no token id", field="logit_bias")
         wire.logit_bias.add(token_id=int(token), bias=float(bias))
     return wire
-
-
-def schema_text(schema: object) -> str:
-    """A JSON Schema for the wire."""
-    return json.dumps(schema, ensure_ascii=False)

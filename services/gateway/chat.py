@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Container, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -31,6 +31,7 @@ class ChatApi:
     name: ApiName = "chat"
     id_prefix = "chatcmpl-"
     request_class: Any = recipe.ChatCompletionRequest
+    reasoning_field = "reasoning_effort"
 
     def recipe_body(self, body: Body, upstream: Upstream) -> dict[str, Any]:
         read = {name: body[name] for name in _READ if name in body}
@@ -38,6 +39,7 @@ class ChatApi:
             if "max_tokens" in body:
                 raise InvalidArgument("is the same as max_completion_tokens; give one", field="max_tokens")
             read["max_tokens"] = body["max_completion_tokens"]
+        only_functions(body.get("tools", ()), ("function",))
         read["messages"] = [_message(message, index) for index, message in enumerate(body["messages"])]
         kind = self.response_format(body).get("type", "text")
         v41 = upstream.entry.protocol == "v4.1"
@@ -56,6 +58,17 @@ class ChatApi:
 
     def one_call_only(self, body: Body) -> bool:
         return body.get("parallel_tool_calls") is False
+
+    def traffic_class(self, body: Body) -> common_pb2.TrafficClass.ValueType:
+        return common_pb2.TRAFFIC_CLASS_UNSPECIFIED
+
+
+def only_functions(tools: Iterable[Any], kinds: Container[str]) -> None:
+    """Raises Unimplemented for a tool that somebody else than the client would have to run."""
+    for index, tool in enumerate(tools):
+        kind = tool.get("type", "custom") if isinstance(tool, Mapping) else ""
+        if kind not in kinds:
+            raise Unimplemented(f"tools[{index}].type", f"{str(kind)[:40]!r} is not supported; tools are functions")
 
 
 def _message(message: dict[str, Any], index: int) -> dict[str, Any]:

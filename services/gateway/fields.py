@@ -117,6 +117,8 @@ CHAT: Final[Mapping[str, Field]] = {
     "web_search_options": Field(_NOTHING, "no search", supported=False),
     "functions": Field(_NOTHING, "give tools", supported=False),
     "function_call": Field(_NOTHING, "give tool_choice", supported=False),
+    "prompt_cache_options": Field(OBJECT, "no effect"),
+    "moderation": Field(_NOTHING, "no moderation", supported=False),
 }
 COMPLETIONS: Final[Mapping[str, Field]] = {
     "model": _MODEL,
@@ -166,6 +168,9 @@ RESPONSES: Final[Mapping[str, Field]] = {
     "metadata": Field(_METADATA, "given back"),
     "service_tier": _TIER,
     "truncation": Field({"enum": [None, "disabled"]}, "`disabled` only"),
+    "background_options": Field(_NOTHING, "no background work", supported=False),
+    "image": Field(_NOTHING, "no images are made", supported=False),
+    "access_programs": Field(_NOTHING, "no such programs", supported=False),
     "background": Field(_PLAIN, "no background work", supported=False),
     "conversation": Field(_NOTHING, "use previous_response_id", supported=False),
     "prompt": Field(_NOTHING, "no stored prompts", supported=False),
@@ -190,6 +195,10 @@ MESSAGES: Final[Mapping[str, Field]] = {
     "metadata": Field(OBJECT, "no effect"),
     "service_tier": _TIER,
     "cache_control": Field(OBJECT, "traffic class AGENT"),
+    "speed": Field({"enum": [None, "standard"]}, "there is one speed"),
+    "user_profile_id": Field(_NOTHING, "no profiles", supported=False),
+    "workspace_id": Field(_NOTHING, "no workspaces", supported=False),
+    "diagnostics": Field(_NOTHING, "no diagnostics", supported=False),
     "inference_geo": Field(_NOTHING, "one place", supported=False),
     "container": Field(_NOTHING, "no containers", supported=False),
     "mcp_servers": Field({"enum": [None, []]}, "no MCP", supported=False),
@@ -198,7 +207,7 @@ MESSAGES: Final[Mapping[str, Field]] = {
 COUNT: Final[Mapping[str, Field]] = {
     name: MESSAGES[name]
     for name in ("model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "output_format",
-                 "cache_control", "mcp_servers", "context_management")
+                 "cache_control", "mcp_servers", "context_management", "speed", "user_profile_id", "workspace_id")
 }  # fmt: skip
 REQUIRED: Final = {
     "chat": ("model", "messages"),

@@ -8,6 +8,8 @@ from typing import Final
 
 from headrace.engine.text.errors import TextError
 from headrace.services.gateway.app import Gateway
+from headrace.services.gateway.response_store import open_store
+from headrace.services.gateway.routes import make_app
 from headrace.services.gateway.server import HttpServer, HttpsFiles
 from headrace.services.gateway.settings import GatewaySettings, ModelEntry
 from headrace.services.gateway.upstream import Upstream, Upstreams, load_assets
@@ -35,7 +37,9 @@ async def _start(settings: GatewaySettings, life: Lifecycle) -> None:
     https = None if files is None else HttpsFiles(*files, settings.https.reload_seconds)
     gateway = await make_gateway(settings, open_tls(settings.tls))
     life.on_close("routers", gateway.close)
-    server = HttpServer(gateway.app(), settings.listen, https)
+    store = open_store(settings.responses)
+    life.on_close("responses", store.close)
+    server = HttpServer(make_app(gateway, store), settings.listen, https)
     if https is not None:
         life.spawn(https.follow(), "https-files")
     life.spawn(server.serve(), "http")

@@ -18,7 +18,7 @@ def of_chat(usage: common_pb2.Usage, reasoning: int) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached(usage)},
-        "completion_tokens_details": {"reasoning_tokens": reasoning},
+        "completion_tokens_details": {"reasoning_tokens": min(reasoning, usage.completion_tokens)},
         "prompt_cache_hit_tokens": cached(usage),
         "prompt_cache_miss_tokens": usage.prompt_tokens - cached(usage),
     }
@@ -30,7 +30,7 @@ def of_responses(usage: common_pb2.Usage, reasoning: int) -> dict[str, Any]:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": cached(usage)},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "output_tokens_details": {"reasoning_tokens": min(reasoning, usage.completion_tokens)},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 

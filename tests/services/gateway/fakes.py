@@ -15,8 +15,10 @@ import grpc.aio
 from headrace.engine.text.byte_tokenizer import make_byte_tokenizer
 from headrace.engine.text.tokenizer import Tokenizer
 from headrace.services.gateway.main import make_gateway
+from headrace.services.gateway.response_store import open_store
+from headrace.services.gateway.routes import make_app
 from headrace.services.gateway.server import HttpServer
-from headrace.services.gateway.settings import GatewaySection, GatewaySettings, ModelEntry
+from headrace.services.gateway.settings import GatewaySection, GatewaySettings, ModelEntry, ResponsesSection
 from headrace.services.runtime.errors import HeadraceError, abort
 from headrace.services.runtime.settings import ListenSettings
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
@@ -162,15 +164,19 @@ async def a_world(scratch: Path, **section: Any) -> AsyncIterator[World]:
         ModelEntry(name="plain", router=address, folder=make_folder(scratch / "plain", template=True),
                    protocol="template", router_model="m", aliases=("other-name",)),
     )  # fmt: skip
-    settings = GatewaySettings(gateway=GatewaySection(models=entries, **section))
+    settings = GatewaySettings(
+        gateway=GatewaySection(models=entries, **section), responses=ResponsesSection(per_credential=3)
+    )
     gateway = await make_gateway(settings, None)
-    http = HttpServer(gateway.app(), ListenSettings(), None)
+    store = open_store(settings.responses)
+    http = HttpServer(make_app(gateway, store), ListenSettings(), None)
     serving = asyncio.ensure_future(http.serve())
     try:
         yield World(f"http://{http.address}", router, gateway)
     finally:
         await http.stop()
         await serving
+        await store.close()
         await gateway.close()
         await server.stop(None)
 
