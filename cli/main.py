@@ -10,6 +10,7 @@ import typer
 
 from headrace.cli.cache_commands import app as cache_app
 from headrace.cli.certs_commands import app as certs_app
+from headrace.cli.evals_commands import app as evals_app
 from headrace.cli.exits import CliError, Exit
 from headrace.cli.keys_commands import app as keys_app
 from headrace.cli.offline_commands import offline
@@ -27,6 +28,7 @@ app.add_typer(model_app)
 app.add_typer(cache_app)
 app.add_typer(certs_app)
 app.add_typer(keys_app)
+app.add_typer(evals_app)
 app.command()(offline)
 
 Sets = Annotated[

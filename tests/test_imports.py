@@ -23,6 +23,7 @@ TORCH_FREE = (
     "headrace.kvcache.store",
     "headrace.kvcache.index",
     "headrace.cli",
+    "headrace.evals",
 )
 WITH_TORCH = ("headrace.cli.offline_engine", "headrace.cli.cache_keys")
 """Modules of these packages that exist to run a model; the others import them when they are used."""
@@ -66,7 +67,7 @@ def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """A copy of the code in which violations may be planted."""
-    for folder in ("headrace", "kernels", "kvcache", "engine", "router", "services", "cli"):
+    for folder in ("headrace", "kernels", "kvcache", "engine", "router", "services", "cli", "evals"):
         shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from headrace.cli.model import make
+from tests.cli.router_double import RouterDouble, serving
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `headrace model make deepseek-v41-tiny` makes."""
     return make("deepseek-v41-tiny", tmp_path_factory.mktemp("models"), 0)
+
+
+@pytest.fixture
+def double() -> RouterDouble:
+    return RouterDouble()
+
+
+@pytest.fixture
+def router(double: RouterDouble, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    monkeypatch.setenv("HEADRACE_RUNTIME", str(tmp_path / "runtime"))
+    with serving(double) as address:
+        yield address

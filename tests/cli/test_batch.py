@@ -6,14 +6,11 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from headrace.cli.batch import is_batch, read_batch
@@ -27,78 +24,12 @@ from headrace.services.runtime.errors import (
     ResourceExhausted,
     Unavailable,
     http_status,
-    trailing_metadata,
 )
-from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from headrace.v1 import common_pb2, inference_pb2
+from tests.cli.router_double import RouterDouble
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
-
-
-class RouterDouble(inference_pb2_grpc.InferenceServiceServicer):
-    """Answers every prompt with its last line, and does what `faults` says of it."""
-
-    def __init__(self) -> None:
-        self.faults: dict[str, list[HeadraceError]] = {}
-        self.asked: list[str] = []
-        self.held = threading.Event()
-        self.held.set()
-        self.most_running = 0
-        self._running = 0
-        self._lock = threading.Lock()
-
-    def Generate(
-        self, request: inference_pb2.GenerateRequest, context: Any
-    ) -> Iterator[inference_pb2.GenerateResponse]:
-        chat = request.prompt.WhichOneof("form") == "chat"
-        text = request.prompt.chat.messages[-1].content[0].text if chat else request.prompt.text.text
-        with self._lock:
-            self.asked.append(text)
-            self._running += 1
-            self.most_running = max(self.most_running, self._running)
-            fault = self.faults[text].pop(0) if self.faults.get(text) else None
-        try:
-            if fault is not None:
-                context.set_trailing_metadata(trailing_metadata(fault))
-                context.abort(TABLE[fault.code].status, str(fault))
-            if text.startswith("held"):
-                while not self.held.wait(0.02) and context.is_active():
-                    pass
-            identity = common_pb2.ModelIdentity(name="double", model_fingerprint=bytes(32))
-            yield inference_pb2.GenerateResponse(
-                started=inference_pb2.StartedEvent(request_id=f"r-{text}", model=identity, seed=request.sampling.seed)
-            )
-            yield inference_pb2.GenerateResponse(tokens=common_pb2.TokensEvent(token_ids=[1, 2], text=f"echo {text}"))
-            finished = common_pb2.FinishedEvent(reason=common_pb2.FINISH_REASON_STOP)
-            yield inference_pb2.GenerateResponse(finished=finished)
-            yield inference_pb2.GenerateResponse(
-                usage=common_pb2.Usage(prompt_tokens=5, cached_tokens=2, loaded_tokens=1, completion_tokens=2)
-            )
-        finally:
-            with self._lock:
-                self._running -= 1
-
-    def ListModels(self, request: inference_pb2.ListModelsRequest, context: Any) -> inference_pb2.ListModelsResponse:
-        identity = common_pb2.ModelIdentity(name="double", model_fingerprint=bytes(32))
-        return inference_pb2.ListModelsResponse(models=[inference_pb2.Model(identity=identity)])
-
-
-@pytest.fixture
-def double() -> RouterDouble:
-    return RouterDouble()
-
-
-@pytest.fixture
-def router(double: RouterDouble, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    monkeypatch.setenv("HEADRACE_RUNTIME", str(tmp_path / "runtime"))
-    with ThreadPoolExecutor(16) as threads:
-        server = grpc.server(threads)
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(double, server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        yield f"127.0.0.1:{port}"
-        double.held.set()
-        server.stop(None).wait()
 
 
 def chat(custom_id: str, text: str, **more: Any) -> dict[str, Any]:
