@@ -18,6 +18,7 @@ from headrace.services.gateway.settings import ModelEntry
 from headrace.services.runtime.errors import (
     HeadraceError,
     Internal,
+    InvalidArgument,
     NotFound,
     closed_is_unavailable,
     from_rpc_error,
@@ -116,11 +117,13 @@ class Upstreams:
         self._by_name = {name: one for one in models for name in (one.name, *one.entry.aliases)}
 
     def get(self, name: object) -> Upstream:
-        """Raises NotFound."""
-        found = self._by_name.get(name) if isinstance(name, str) else None
+        """Raises NotFound, and InvalidArgument for what is no name."""
+        if not isinstance(name, str) or not name:
+            raise InvalidArgument("is needed: a name of /v1/models", field="model")
+        found = self._by_name.get(name)
         if found is None:
             served = ", ".join(one.name for one in self.models)
-            raise NotFound(f"no model {str(name)[:100]!r}; served here: {served}", field="model")
+            raise NotFound(f"no model {name[:100]!r}; served here: {served}", field="model")
         return found
 
     async def close(self) -> None:
