@@ -53,9 +53,7 @@ class Reply:
     model: Identity
     seed: int
     choices: tuple[ReplyChoice, ...]
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
+    usage: common_pb2.Usage
 
 
 Settle = Callable[[int, Reply | HeadraceError], None]
@@ -129,9 +127,7 @@ def reply_of(answer: Answer) -> Reply:
         model=_identity(answer.started.model),
         seed=answer.started.seed,
         choices=choices,
-        prompt_tokens=answer.usage.prompt_tokens,
-        cached_tokens=answer.usage.cached_tokens + answer.usage.loaded_tokens,
-        completion_tokens=answer.usage.completion_tokens,
+        usage=answer.usage,
     )
 
 
@@ -156,9 +152,13 @@ def _engine_reply(result: Result, index: int, identity: Identity) -> Reply:
             ReplyChoice(choice.text, tuple(choice.token_ids), "" if choice.reason is None else choice.reason.value)
             for choice in done.choices
         ),
-        prompt_tokens=done.request.prompt_length,
-        cached_tokens=done.counts.cached + done.counts.loaded,
-        completion_tokens=done.completion_tokens,
+        usage=common_pb2.Usage(
+            prompt_tokens=done.request.prompt_length,
+            cached_tokens=done.counts.cached,
+            loaded_tokens=done.counts.loaded,
+            computed_tokens=done.counts.computed,
+            completion_tokens=done.completion_tokens,
+        ),
     )
 
 

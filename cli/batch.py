@@ -20,9 +20,10 @@ from headrace.cli.askers import Asker, Reply
 from headrace.cli.batch_bodies import field_of, response_body, to_request
 from headrace.cli.exits import CliError, Exit
 from headrace.cli.progress import progress_bar
-from headrace.services.runtime.errors import HeadraceError, InvalidArgument, http_status
+from headrace.services.gateway.errors import body_of, status_of
+from headrace.services.runtime.errors import HeadraceError, InvalidArgument
 from headrace.services.runtime.line_log import Entry, LineLog, LineLogError, line_of
-from headrace.v1 import common_pb2, inference_pb2
+from headrace.v1 import inference_pb2
 
 _KEYS: Final = frozenset({"custom_id", "method", "url", "body"})
 Put = Callable[[Entry], None]
@@ -133,20 +134,15 @@ def answer_entry(line: BatchLine, reply: Reply) -> Entry:
 
 
 def error_entry(line: BatchLine, error: HeadraceError) -> Entry:
-    """The output line of a failure: the API's error body with the HTTP status, and its code and message once more.
-
-    What the body asks for and nobody implements is a 400, as in the API."""
-    code = common_pb2.ErrorCode.Name(error.code).removeprefix("ERROR_CODE_").lower()
-    status = 400 if error.code == common_pb2.ERROR_CODE_UNIMPLEMENTED else http_status(error)
-    field = field_of(error.field, line.body if isinstance(line.body, dict) else {})
-    message = f"{field}: {error.message}" if field else error.message
-    kind = "invalid_request_error" if status < 429 else "rate_limit_error" if status == 429 else "server_error"
-    body = {"error": {"message": message, "type": kind, "param": field or None, "code": code}}
+    """The output line of a failure: the gateway's status and error body, and code and message once more."""
+    error.field = field_of(error.field, line.body if isinstance(line.body, dict) else {})
+    body = body_of(error, "openai", "")
+    code = body["error"]["code"] or body["error"]["type"]
     return {
         "id": _new_id(),
         "custom_id": line.custom_id,
-        "response": {"status_code": status, "request_id": None, "body": body},
-        "error": {"code": code, "message": message},
+        "response": {"status_code": status_of(error), "request_id": None, "body": body},
+        "error": {"code": code, "message": body["error"]["message"]},
     }
 
 

@@ -1,6 +1,8 @@
 """Bodies of Chat Completions and Completions as the router's request, and replies as their response bodies.
 
-Pure. A field that has no counterpart is refused by its name, never ignored; null is as good as absent.
+Fields, sampling, usage and errors are the gateway's (services/gateway); what differs is the prompt: a chat goes to the
+router as messages, which it renders by the model's template, since a client has no tokenizer. What of a chat cannot go
+that way is refused by name.
 """
 
 from __future__ import annotations
@@ -9,30 +11,24 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, Final
 
-from google.protobuf.message import Message
-
 from headrace.cli.askers import Reply
+from headrace.services.gateway import fields
+from headrace.services.gateway import usage as usages
+from headrace.services.gateway.calls import sampling_of
 from headrace.services.runtime.errors import InvalidArgument, Unimplemented
 from headrace.v1 import common_pb2, inference_pb2
 
 Body = Mapping[str, Any]
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
-_NUMBERS: Final = (
-    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "seed", "n",
+_APIS: Final = {CHAT: "chat", COMPLETIONS: "completions"}
+_GATEWAYS_ONLY: Final = (
+    "stream", "stream_options", "logprobs", "top_logprobs", "tools", "tool_choice", "thinking", "reasoning_effort",
 )  # fmt: skip
-_COMMON: Final = frozenset({*_NUMBERS, "model", "max_tokens", "stop", "logit_bias", "stream"})
-_NO_EFFECT: Final = frozenset({"user", "metadata", "safety_identifier"})
-"""They say who asks and why, and change no answer."""
-_FIELDS: Final = {
-    CHAT: _COMMON | {"messages", "max_completion_tokens", "response_format"},
-    COMPLETIONS: _COMMON | {"prompt"},
-}
+"""Fields that need a stream, the model's tokens, or an answer taken apart; refused where they ask for something."""
 _COMPLETION_TOKENS: Final = 16
 """What the Completions API takes without max_tokens."""
 _ROLES: Final = {
@@ -46,31 +42,28 @@ _DATA_URL: Final = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII)
 
 def to_request(url: str, body: Any) -> inference_pb2.GenerateRequest:
     """The request of one line. Raises InvalidArgument, Unimplemented whose `field` is the body's."""
-    if url not in _FIELDS:
+    if url not in _APIS:
         raise Unimplemented("url", f"{url!r} is not served here; {CHAT} and {COMPLETIONS} are")
     if not isinstance(body, dict):
         raise InvalidArgument("must be a JSON object", field="body")
     given = {name: value for name, value in body.items() if value is not None}
-    for name in sorted(given.keys() - _FIELDS[url] - _NO_EFFECT):
-        raise Unimplemented(name, f"is not supported in {url}; leave it out")
-    if given.get("stream"):
-        raise Unimplemented("stream", "a file of requests has no streams; leave it out")
-    request = inference_pb2.GenerateRequest(traffic_class=common_pb2.TRAFFIC_CLASS_BATCH)
-    for name in _NUMBERS:
-        if name in given:
-            _fit(name, partial(_set, request.sampling, name, given[name]))
-    _fit("model", partial(_set, request, "model", given.get("model", "")))
-    _fit("logit_bias", lambda: request.sampling.logit_bias.extend(_bias(given.get("logit_bias", {}))))
+    fields.check(_APIS[url], {"model": "any", **given})
+    for name in _GATEWAYS_ONLY:
+        if given.get(name):
+            raise Unimplemented(name, "is not supported in a file of requests; leave it out, or ask a gateway")
+    request = inference_pb2.GenerateRequest(
+        model=given.get("model", ""), sampling=sampling_of(given), traffic_class=common_pb2.TRAFFIC_CLASS_BATCH
+    )
     stop = given.get("stop", [])
-    _fit("stop", lambda: request.stop.stop.extend([stop] if isinstance(stop, str) else stop))
+    request.stop.stop.extend([stop] if isinstance(stop, str) else stop)
     if (limit := _max_tokens(url, given)) is not None:
-        _fit("max_tokens", partial(_set, request.stop, "max_tokens", limit))
+        request.stop.max_tokens = limit
     if url == CHAT:
-        request.prompt.chat.CopyFrom(_chat(given.get("messages")))
+        request.prompt.chat.CopyFrom(_chat(given["messages"]))
         if "response_format" in given:
             _constrain(request, given["response_format"])
     else:
-        _complete(request.prompt, given.get("prompt"))
+        _complete(request.prompt, given["prompt"])
     return request
 
 
@@ -104,49 +97,20 @@ def response_body(url: str, reply: Reply, created: int) -> dict[str, Any]:
         "model": reply.model.name,
         "system_fingerprint": f"fp_{reply.model.fingerprint[:16]}",
         "choices": choices,
-        "usage": {
-            "prompt_tokens": reply.prompt_tokens,
-            "completion_tokens": reply.completion_tokens,
-            "total_tokens": reply.prompt_tokens + reply.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
-        },
+        "usage": usages.of_chat(reply.usage, 0),
     }
 
 
-def _fit(name: str, put: Callable[[], None]) -> None:
-    """Let a value into its protobuf field, which knows types and ranges."""
-    try:
-        put()
-    except (TypeError, ValueError, AttributeError) as error:
-        raise InvalidArgument(f"the value does not fit: {error}", field=name) from None
-
-
-def _set(message: Message, name: str, value: Any) -> None:
-    setattr(message, name, _number(value))
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise TypeError("true and false are no numbers")
-    return value
-
-
-def _bias(biases: Any) -> list[common_pb2.LogitBias]:
-    return [common_pb2.LogitBias(token_id=int(token), bias=_number(bias)) for token, bias in biases.items()]
-
-
-def _max_tokens(url: str, given: Body) -> Any:
+def _max_tokens(url: str, given: Body) -> int | None:
     names = [name for name in ("max_completion_tokens", "max_tokens") if name in given]
     if len(names) == 2 and given[names[0]] != given[names[1]]:
         raise InvalidArgument("contradicts max_completion_tokens; give one of them", field="max_tokens")
     if names:
-        return given[names[0]]
+        return int(given[names[0]])
     return _COMPLETION_TOKENS if url == COMPLETIONS else None
 
 
 def _chat(messages: Any) -> inference_pb2.ChatPrompt:
-    if not isinstance(messages, list) or not messages:
-        raise InvalidArgument("must be a list of at least one message", field="messages")
     return inference_pb2.ChatPrompt(messages=[_message(one, f"messages[{at}]") for at, one in enumerate(messages)])
 
 
@@ -212,7 +176,9 @@ def _complete(prompt: inference_pb2.Prompt, given: Any) -> None:
     if isinstance(given, str):
         prompt.text.text = given
     elif isinstance(given, list) and given and not any(isinstance(one, str | list) for one in given):
-        _fit("prompt", lambda: prompt.tokens.token_ids.extend(map(_number, given)))
+        if not all(type(token) is int and 0 <= token < 2**32 for token in given):
+            raise InvalidArgument("holds something that is no token id", field="prompt")
+        prompt.tokens.token_ids.extend(given)
     else:
         raise InvalidArgument(
             "must be one text or one list of token ids; several prompts are several lines", field="prompt"

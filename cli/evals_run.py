@@ -147,9 +147,9 @@ def entry_of(task: Task, manifest: Manifest, outcome: Reply | HeadraceError) -> 
         "answer": choice.text,
         "finish_reason": choice.reason,
         "usage": {
-            "prompt_tokens": outcome.prompt_tokens,
-            "cached_tokens": outcome.cached_tokens,
-            "completion_tokens": outcome.completion_tokens,
+            "prompt_tokens": outcome.usage.prompt_tokens,
+            "cached_tokens": outcome.usage.cached_tokens + outcome.usage.loaded_tokens,
+            "completion_tokens": outcome.usage.completion_tokens,
         },
         "error": None,
     }

@@ -51,7 +51,7 @@ def test_answers_and_errors_by_line(router: str, double: RouterDouble, tmp_path:
     lines = [
         chat("good", "hello", seed=7, max_completion_tokens=9),
         {"custom_id": "text", "method": "POST", "url": COMPLETIONS, "body": {"model": "double", "prompt": "raw"}},
-        chat("tools", "x", tools=[]),
+        chat("tools", "x", tools=[{"type": "function"}]),
         chat("range", "x", n=-1),
         {"custom_id": "url", "method": "POST", "url": "/v1/embeddings", "body": {}},
         "{torn",
@@ -75,7 +75,7 @@ def test_answers_and_errors_by_line(router: str, double: RouterDouble, tmp_path:
     params = {name: entry["response"]["body"]["error"]["param"] for name, entry in found.items() if entry["error"]}
     assert params == {"tools": "tools", "range": "n", "url": "url", None: None, "refused": "messages[0].content"}
     assert {found[name]["response"]["status_code"] for name in params} == {400}
-    assert found["tools"]["error"]["code"] == "unimplemented"
+    assert found["tools"]["error"]["code"] == "unsupported_parameter"
 
 
 def test_a_second_run_asks_only_what_is_not_answered(router: str, double: RouterDouble, tmp_path: Path) -> None:
@@ -160,6 +160,7 @@ def test_two_lines_of_one_id_are_refused() -> None:
         (CHAT, {"logit_bias": {"x": 1}}, "logit_bias"),
         (CHAT, {"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
         (CHAT, {"max_tokens": 1.5}, "max_tokens"),
+        (CHAT, {"bogus": 1}, "bogus"),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         (CHAT, {"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name"),
