@@ -45,7 +45,7 @@ def is_batch(text: str) -> bool:
     first = next((line for line in text.splitlines() if line.strip()), "")
     try:
         entry = json.loads(first)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(entry, dict) and ("custom_id" in entry or "body" in entry)
 
@@ -69,7 +69,7 @@ def _line(text: str, number: int) -> BatchLine:
     try:
         try:
             entry = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidArgument(f"line {number} is no JSON: {error}") from None
         if not isinstance(entry, dict):
             raise InvalidArgument(f"line {number} is no JSON object")

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -150,14 +149,12 @@ def show(manifest: Manifest, rows: Sequence[Row], console: Console) -> None:
     title = (
         f"{manifest.dataset} · {manifest.model} ({manifest.fingerprint[:8]}) · {drawn}, {sampling.max_tokens} tokens"
     )
-    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left")
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", title=title, title_justify="left")
     table.add_column("subset", no_wrap=True)
     for name in ("correct", "accuracy", "95 %", "no answer", "cut", "missing"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        if row is rows[-1]:
-            table.add_section()
-        table.add_row(*_cells(row))
+        table.add_row(*_cells(row), style="bold" if row is rows[-1] else None)
     console.print(table)
     methods = sorted({row.interval.method for row in rows if row.interval is not None})
     console.print(f"95 % intervals: {', '.join(methods) or 'none'}", style="dim", highlight=False)
@@ -166,5 +163,5 @@ def show(manifest: Manifest, rows: Sequence[Row], console: Console) -> None:
 def _cells(row: Row) -> list[str]:
     span = "–" if row.interval is None else f"{100 * row.interval.low:.1f}–{100 * row.interval.high:.1f} %"
     accuracy = "–" if row.accuracy is None else f"{row.accuracy:.1%}"
-    correct = f"{row.correct} of {row.answers}"
+    correct = f"{row.correct}/{row.answers}"
     return [row.subset, correct, accuracy, span, str(row.no_answer), str(row.cut), str(row.missing)]

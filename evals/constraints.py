@@ -10,8 +10,8 @@ from typing import Final
 from headrace.evals.errors import EvalError
 from headrace.evals.items import Check
 
-_BULLET: Final = re.compile(r"^\s*[-*•]\s+\S", re.MULTILINE)
-_NUMBERED: Final = re.compile(r"^\s*\d+[.)]\s+\S", re.MULTILINE)
+_BULLET: Final = re.compile(r"^[ \t]*[-*•][ \t]+\S", re.MULTILINE)
+_NUMBERED: Final = re.compile(r"^[ \t]*\d+[.)][ \t]+\S", re.MULTILINE)
 
 
 def words(text: str) -> list[str]:
@@ -32,13 +32,14 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _sentences(text: str) -> int:
-    return len(re.findall(r"[^.!?]*\w[^.!?]*[.!?]+", text))
+    *ended, _ = re.split(r"[.!?]+(?=[\s\"'”’)*_]|$)", text)
+    return sum(re.search(r"\w", part) is not None for part in ended)
 
 
 def _is_json(text: str) -> bool:
     try:
         return isinstance(json.loads(text), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 

@@ -10,6 +10,8 @@ from typing import Any, Final
 
 THOUGHTS_END: Final = "</think>"
 THOUGHTS_BEGIN: Final = "<think>"
+_NEAR: Final = 200
+"""Characters after `answer:` in which the answer is looked for."""
 _BOX: Final = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _WRAPPED: Final = re.compile(r"\\(?:text|textbf|mathbf|mathrm|mathit|displaystyle|bf|rm)\s*\{([^{}]*)\}")
 _SAID: Final = re.compile(
@@ -28,13 +30,15 @@ def final_part(text: str, *, thinking: bool = False) -> str:
 
 def boxed(text: str) -> str | None:
     """Content of the last \\boxed{…} whose braces close; None without one."""
-    for match in reversed(list(_BOX.finditer(text))):
-        depth = 1
-        for place in range(match.end(), len(text)):
-            depth += (text[place] == "{") - (text[place] == "}")
-            if depth == 0:
-                return text[match.end() : place].strip()
-    return None
+    boxes = {match.end() for match in _BOX.finditer(text)}
+    open_braces: list[int] = []
+    last = (0, 0)
+    for brace in re.finditer(r"[{}]", text):
+        if brace[0] == "{":
+            open_braces.append(brace.end())
+        elif open_braces and (begin := open_braces.pop()) in boxes:
+            last = max(last, (begin, brace.start()))
+    return text[slice(*last)].strip() if last[0] else None
 
 
 def boxed_integer(text: str) -> int | None:
@@ -58,20 +62,21 @@ def parse_integer(text: str) -> int | None:
 
 
 def letter(text: str, letters: str = "ABCD") -> str | None:
-    """The choice that a text names: its last `Answer: X` in any of the usual clothes, else its last box, else a text
-    that is nothing but a letter, or a letter and what stands beside it in the list of choices."""
+    """The choice that a text names: its last `Answer: X` in any of the usual clothes, else its last box, else the
+    letter that it begins with, alone or as `C) Mercury`, where no other line begins so."""
     one = rf"(?:\\boxed\s*\{{\s*)?(?:\\text\s*\{{\s*)?[(\[*_`]*([{letters}])(?![A-Za-z0-9'’])"
     for said in reversed(list(_SAID.finditer(text))):
-        match = re.match(one, text[said.end() :])
+        near = text[said.end() : said.end() + _NEAR]
+        match = re.match(one, near)
         if match is not None:
-            rest = text[said.end() + match.end() :]
+            rest = near[match.end() :]
             return None if _says_more(match[1], rest, letters) else match[1]
     content = boxed(text)
     if content is not None:
         bare = _WRAPPED.sub(r"\1", content).strip(" ().")
         return bare if len(bare) == 1 and bare in letters else None
-    match = re.fullmatch(rf"[\s(\[*_`]*([{letters}])(?:[\s)\].*_`]*|\)[^\n]*|[.:] [^\n]*)", text)
-    return None if match is None else match[1]
+    named = re.findall(rf"^[ (\[*_`]*([{letters}])(?:[ )\].*_`]*$|[)\].:][*_`]* .*$)", text, re.MULTILINE)
+    return named[0] if len(named) == 1 and text.lstrip(" \n([*_`").startswith(named[0]) else None
 
 
 def _says_more(found: str, rest: str, letters: str) -> bool:
@@ -93,7 +98,7 @@ def number(text: str) -> Fraction | None:
     if content is not None and (value := _first_number(content)) is not None:
         return value
     for said in reversed(list(_SAID.finditer(text))):
-        if (value := _first_number(text[said.end() :].partition("\n")[0])) is not None:
+        if (value := _first_number(text[said.end() : said.end() + _NEAR].partition("\n")[0])) is not None:
             return value
     found = _numbers(text)
     return found[-1] if found else None

@@ -80,7 +80,10 @@ def _json(item: Item, text: str) -> Grade:
     if found is None:
         return Grade(False, note="no answer found")
     wanted = json.loads(item.answer)
-    shown = json.dumps(found, ensure_ascii=False, sort_keys=True)
+    try:
+        shown = json.dumps(found, ensure_ascii=False, sort_keys=True)
+    except RecursionError:
+        return Grade(False, note="nested too deeply")
     wrong = [name for name in sorted({*wanted, *found}) if not same(wanted.get(name, _NONE), found.get(name, _NONE))]
     return Grade(not wrong, shown, "wrong: " + ", ".join(wrong) if wrong else "")
 

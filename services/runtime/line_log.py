@@ -88,7 +88,7 @@ def parse_lines(data: bytes, name: str) -> list[Entry]:
             continue
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             if number == len(lines):  # no line end after it
                 break
             entry = None

@@ -7,6 +7,8 @@ from fractions import Fraction
 import pytest
 
 from headrace.evals import extract
+from headrace.evals.constraints import KINDS, broken
+from headrace.evals.items import Check
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,10 @@ def test_boxed_integers(text: str, answer: int | None) -> None:
         (" (b) ".upper(), "B"),
         ("C) Mercury", "C"),
         ("C. Mercury", "C"),
+        ("**C) Mercury**\n\nIt is the planet nearest to the Sun.", "C"),
+        ("A) Venus\nB) Mercury", None),
+        ("First, the list.\nB) Mercury", None),
+        ("C++ is none.", None),
         ("Answer: A\n\nNo, wait. Answer: D", "D"),
         ("Answer: A, since it is the nearest.", "A"),
         ("Answer: A because it is near", "A"),
@@ -106,6 +112,19 @@ def test_json_objects() -> None:
     assert extract.json_object("{'a': 1}") is None
     assert extract.json_object("[1]") is None
     assert extract.json_object("{" * 5000) is None
+
+
+@pytest.mark.parametrize("loop", ["\\boxed{", '{"a": ', "answer: ", "\n", "A ", "- ", "1,", "**", "word "])
+def test_texts_that_repeat_themselves_end_soon(loop: str) -> None:
+    """A model that loops writes tens of thousands of equal tokens: no rule may take their square."""
+    text = loop * 5_000
+    extract.boxed_integer(text)
+    extract.letter(text)
+    extract.number(text)
+    extract.normalised(extract.said(text))
+    extract.json_object(text[:10_000])
+    for kind in KINDS:
+        broken(text, (Check(kind, "bee", 3),))
 
 
 def test_short_answers() -> None:
