@@ -92,6 +92,8 @@ class Call:
         return bool(self.tools)
 
 
+UNREADABLE: Final = (recipe.ConversionError, ValueError, OverflowError)
+"""What deepseek-recipe raises for a body."""
 _PENALTIES: Final = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
@@ -108,7 +110,7 @@ def make_call(api: Api, body: Body, upstream: Upstream, model: inference_pb2.Mod
         echo = reader.echo() if isinstance(reader, recipe.ResponsesRequest) else None
         names = reader.namespace_tool_map(options) if isinstance(reader, recipe.ResponsesRequest) else {}
         converted = reader.convert(options)
-    except (recipe.ConversionError, ValueError) as error:
+    except UNREADABLE as error:
         raise from_recipe(error, _culprit(api, read, options)) from error
     conversation = converted.conversation
     if conversation.thinking_mode and not v41:
@@ -172,7 +174,7 @@ def _culprit(api: Api, read: Body, options: recipe.ConversionOptions) -> str:
     for name in read:
         try:
             api.request_class({other: value for other, value in read.items() if other != name}).convert(options)
-        except (recipe.ConversionError, ValueError):
+        except UNREADABLE:
             continue
         return name
     return "input" if api.name == "responses" else "messages"

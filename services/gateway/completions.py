@@ -38,8 +38,8 @@ def make_completion(body: Body, upstream: Upstream) -> Completion:
     given = {name: value for name, value in body.items() if value is not None}
     request = inference_pb2.GenerateRequest(prompt=_prompt(given["prompt"]), sampling=sampling_of(given))
     if "logprobs" in given:
-        request.sampling.logprobs = given["logprobs"]
-    request.stop.max_tokens = given.get("max_tokens", 16)
+        request.sampling.logprobs = int(given["logprobs"])
+    request.stop.max_tokens = int(given.get("max_tokens", 16))
     stop = given.get("stop", [])
     request.stop.stop.extend([stop] if isinstance(stop, str) else stop)
     return Completion(upstream, request, bool(given.get("stream")))

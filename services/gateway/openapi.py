@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
-
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
 from headrace.services.gateway.fields import REQUIRED, TABLES
 
@@ -27,8 +25,8 @@ _GETS: Final = {
 _ERROR: Final = {"description": "An error in the API's own shape", "content": {"application/json": {"schema": {}}}}
 
 
-def describe() -> dict[str, Any]:
-    """OpenAPI 3.1."""
+def describe(models: Sequence[str]) -> dict[str, Any]:
+    """OpenAPI 3.1 of a gateway that serves `models`."""
     paths: dict[str, Any] = {}
     for path, (api, text) in _POSTS.items():
         content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
@@ -38,7 +36,7 @@ def describe() -> dict[str, Any]:
             "post": {
                 "summary": text,
                 "operationId": api,
-                "requestBody": {"required": True, "content": {"application/json": {"schema": _schema(api)}}},
+                "requestBody": {"required": True, "content": {"application/json": {"schema": _schema(api, models)}}},
                 "responses": _responses(content),
             }
         }
@@ -56,10 +54,11 @@ def describe() -> dict[str, Any]:
     }
 
 
-def _schema(api: str) -> dict[str, Any]:
+def _schema(api: str, models: Sequence[str]) -> dict[str, Any]:
     properties = {
         name: {**field.schema, "description": field.note} for name, field in TABLES[api].items() if field.supported
     }
+    properties["model"] = {"enum": list(models), "description": properties["model"]["description"]}
     return {
         "type": "object",
         "properties": properties,
@@ -78,11 +77,3 @@ def _parameters(path: str) -> list[dict[str, Any]]:
 
 def _responses(content: dict[str, Any]) -> dict[str, Any]:
     return {"200": {"description": "The answer", "content": content}, "default": _ERROR}
-
-
-_DOCUMENT: Final = describe()
-
-
-async def show(_request: Request) -> Response:
-    """GET /openapi.json."""
-    return JSONResponse(_DOCUMENT)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from headrace.services.gateway.app import Gateway
 from headrace.services.gateway.door import request_id
 from headrace.services.gateway.errors import Shape, error_response
 from headrace.services.gateway.messages import Messages
-from headrace.services.gateway.openapi import show
+from headrace.services.gateway.openapi import describe
 from headrace.services.gateway.response_store import ResponseStore
 from headrace.services.gateway.responses import Responses
 from headrace.services.runtime.errors import InvalidArgument, NotFound
@@ -22,6 +22,11 @@ def make_app(gateway: Gateway, store: ResponseStore) -> Starlette:
     """The ASGI application."""
     messages, responses = Messages(gateway), Responses(gateway, store)
     route = gateway.route
+    description = describe(gateway.upstreams.names)
+
+    async def show(_request: Request) -> Response:
+        return JSONResponse(description)
+
     one = "/v1/responses/{id}"
     return Starlette(
         routes=[

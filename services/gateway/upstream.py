@@ -116,6 +116,11 @@ class Upstreams:
         self.models = models
         self._by_name = {name: one for one in models for name in (one.name, *one.entry.aliases)}
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What clients may ask for, aliases too."""
+        return tuple(self._by_name)
+
     def get(self, name: object) -> Upstream:
         """Raises NotFound, and InvalidArgument for what is no name."""
         if not isinstance(name, str) or not name:

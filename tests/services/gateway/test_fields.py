@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -11,6 +12,7 @@ import pytest
 from openai.resources.responses import Responses
 
 from headrace.services.gateway.fields import TABLES, check
+from headrace.services.gateway.fields_page import put
 from headrace.services.runtime.errors import InvalidArgument, Unimplemented
 
 TRANSPORT = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
@@ -37,3 +39,8 @@ def test_what_is_said_of_a_bad_value_is_short() -> None:
         check("chat", {"model": "m", "messages": [{}], "audio": {"voice": "x"}})
     with pytest.raises(InvalidArgument, match="is needed"):
         check("messages", {"model": "m", "messages": [{}]})
+
+
+def test_the_page_has_the_tables() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "gateway.md").read_text(encoding="utf-8")
+    assert put(page) == page, "run `python -m headrace.services.gateway.fields_page docs/gateway.md`"
