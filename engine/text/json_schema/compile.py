@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from headrace.engine.text.json_schema.documents import Documents
 from headrace.engine.text.json_schema.ebnf import TooManyRules
-from headrace.engine.text.json_schema.emit import Emitter
+from headrace.engine.text.json_schema.emit import Emitter, Valueless
 from headrace.engine.text.json_schema.errors import SchemaRefused
 from headrace.engine.text.json_schema.expand import Expander
 from headrace.engine.text.json_schema.productive import Productive
 
 MOST_BYTES = 256 * 1024
 """Largest schema that is read."""
+MOST_CONTRADICTIONS = 32
+"""Parts of a schema that turn out to have no value; for each one all rules are written anew."""
 
 
 def schema_grammar(schema: str, *, formats: bool = False) -> str:
@@ -26,10 +28,15 @@ def schema_grammar(schema: str, *, formats: bool = False) -> str:
     root = frozenset({documents.root})
     try:
         productive = Productive(expander, root)
-        if not productive.has_values(root):
-            raise SchemaRefused("no value satisfies it")
-        emitter = Emitter(expander, productive)
-        return emitter.rules.text(emitter.value(root))
+        for _ in range(MOST_CONTRADICTIONS):
+            if not productive.has_values(root):
+                raise SchemaRefused("no value satisfies it")
+            emitter = Emitter(expander, productive)
+            try:
+                return emitter.rules.text(emitter.value(root))
+            except Valueless as found:
+                productive.never(found.numbers)
+        raise SchemaRefused(f"more than {MOST_CONTRADICTIONS} parts of it contradict themselves")
     except TooManyRules as error:
         raise SchemaRefused(str(error)) from None
     except RecursionError:

@@ -38,6 +38,14 @@ _Search = tuple[int, tuple[int, ...]]
 """Place in an array, and how many items each contains still asks for."""
 
 
+class Valueless(Exception):
+    """Its rule would be empty: the conjunction has no value, which shows only where its parts are put together."""
+
+    def __init__(self, numbers: Conjunction) -> None:
+        super().__init__()
+        self.numbers = numbers
+
+
 class Emitter:
     """Writes one grammar. Raises SchemaRefused for what no grammar can enforce."""
 
@@ -48,14 +56,17 @@ class Emitter:
         self._names: dict[Conjunction, str] = {}
 
     def value(self, numbers: Conjunction) -> str:
-        """The rule for values of a conjunction; the caller knows that there are some."""
+        """The rule for values of a conjunction; the caller believes that there are some. Raises Valueless."""
         if numbers == ANYTHING:
             return "any"
         name = self._names.get(numbers)
         if name is None:
             name = self._names[numbers] = self.rules.name("v")
             branches = [self._alternative(one) for one in self._productive.alternatives(numbers)]
-            self.rules.set(name, [branch for branch in branches if branch is not None])
+            there = [branch for branch in branches if branch is not None]
+            if not there:
+                raise Valueless(numbers)
+            self.rules.set(name, there)
         return name
 
     def _alternative(self, one: Alternative) -> str | None:

@@ -18,6 +18,7 @@ class Productive:
         self._expander = expander
         self._reached: dict[Conjunction, tuple[Alternative, ...]] = {}
         self._good: set[Conjunction] = {ANYTHING}
+        self._never: set[Conjunction] = set()
         self._reach(root)
 
     def has_values(self, numbers: Conjunction) -> bool:
@@ -42,11 +43,23 @@ class Productive:
             fresh.append(numbers)
             for one in self._reached[numbers]:
                 queue += self._needs(one)
+        self._decide(fresh)
+
+    def never(self, numbers: Conjunction) -> None:
+        """It has no value after all: what its alternatives need, each by itself, cannot be had together. Everything
+        that was decided because it had one is decided again."""
+        self._never.add(numbers)
+        self._good = {ANYTHING}
+        self._decide(list(self._reached))
+
+    def _decide(self, open_ones: list[Conjunction]) -> None:
         grown = True
         while grown:
             grown = False
-            for numbers in fresh:
-                if numbers not in self._good and any(self._finite(one) for one in self._reached[numbers]):
+            for numbers in open_ones:
+                if numbers in self._good or numbers in self._never:
+                    continue
+                if any(self._finite(one) for one in self._reached[numbers]):
                     self._good.add(numbers)
                     grown = True
 

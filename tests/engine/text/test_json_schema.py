@@ -87,6 +87,8 @@ CASES: list[tuple[Any, list[Any], list[Any]]] = [
     ({"properties": {"a": True}, "allOf": [{"properties": {"b": {"type": "integer"}}}], "unevaluatedProperties": False, "type": "object"}, [{"a": 1, "b": 2}, {}], [{"c": 1}, {"b": "x"}]),
     ({"anyOf": [{"properties": {"a": {"const": 1}}, "required": ["a"]}, {"properties": {"b": {"const": 2}}, "required": ["b"]}], "unevaluatedProperties": False}, [{"a": 1}, {"b": 2}, {"a": 1, "b": 2}], [{}, {"a": 1, "c": 1}, {"a": 1, "b": 3}]),
     ({"prefixItems": [True], "anyOf": [{"prefixItems": [True, {"const": 2}]}, True], "unevaluatedItems": False}, [[1], [1, 2], []], [[1, 3], [1, 2, 3]]),
+    # An alternative whose parts cannot be had together, and what would need it.
+    ({"$defs": {"x": {"type": "array", "items": False, "contains": True}}, "anyOf": [{"$ref": "#/$defs/x"}, {"type": "object", "required": ["k"], "properties": {"k": {"$ref": "#/$defs/x"}}}, {"type": "null"}]}, [None], [[], [1], {"k": []}, {"k": [1]}]),
     (True, [1, "x", [{}], {"a": None}, 1e300, -1.5e-7], []),
 ]  # fmt: skip
 
@@ -119,6 +121,8 @@ def test_exactly_the_instances(schema: Any, good: list[Any], bad: list[Any]) -> 
         ('{"x": {"minLength": "1"}, "$ref": "#/x"}', "what '#/x' names is wrong at minLength"),
         ('{"x": {"pattern": "(?<a"}, "$ref": "#/x"}', "what '#/x' names is wrong at pattern"),
         ('{"type": "string", "enum": [1]}', "no value"),
+        ('{"items": false, "not": {"items": false}}', "no value"),
+        ('{"oneOf": [true, {"items": false}], "items": false}', "no value"),
         ('{"$defs": {"a": {"type": "object", "required": ["x"], "properties": {"x": {"$ref": "#/$defs/a"}}}}, "$ref": "#/$defs/a"}', "no value"),
         ('{"type": "array", "contains": true, "maxContains": 3}', "maxContains"),
         ('{"not": {"patternProperties": {"a": false}}}', "patternProperties"),
