@@ -17,6 +17,7 @@ from headrace.services.runtime.errors import (
     Unavailable,
     from_proto,
 )
+from headrace.services.runtime.ids import new_request_id
 from headrace.v1 import common_pb2, inference_pb2
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class EngineAsker:
         identity = self.identity
 
         def on_result(index: int, result: Result) -> None:
-            settle(index, result.error or _engine_reply(result, index, identity))
+            settle(index, result.error or _engine_reply(result, identity))
 
         self._runner.run(requests, on_result)
 
@@ -141,11 +142,11 @@ def _choice(choice: Choice) -> ReplyChoice:
     return ReplyChoice(choice.text, tuple(choice.token_ids), choice.reason)
 
 
-def _engine_reply(result: Result, index: int, identity: Identity) -> Reply:
+def _engine_reply(result: Result, identity: Identity) -> Reply:
     done = result.completion
     assert done is not None
     return Reply(
-        request_id=f"offline-{index}",
+        request_id=new_request_id(),
         model=identity,
         seed=done.request.seed,
         choices=tuple(
