@@ -27,6 +27,8 @@ def constraint_of(
     if rendered.in_call:
         return common_pb2.Constraint(json_schema=_text(hermes.call_schema(conversation.tools)))
     made = _of_format(wanted, converted)
+    if made is not None and conversation.thinking_mode:
+        raise Unimplemented("response_format", "not together with reasoning here; switch one of them off")
     if made is not None and conversation.tools and conversation.tool_choice != "none":
         raise Unimplemented("response_format", "not beside tools; leave one of them out, or forbid calls")
     return made
