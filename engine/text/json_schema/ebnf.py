@@ -8,14 +8,17 @@ MOST_RULES = 20_000
 COMMON = r"""comma ::= "," " "?
 colon ::= ":" " "?
 control ::= "\\" [bfnrt] | "\\u000" [0-7be-f] | "\\u001" [0-9a-f]
-char ::= [^"\\\u0000-\u001f] | "\\" ["\\] | control
-any_string ::= "\"" char* "\""
+escaped ::= "\\" ["\\] | control
+any_string ::= "\"" rest_of_string
+rest_of_string ::= "\"" | [^"\\\u0000-\u001f] rest_of_string | escaped rest_of_string
 any_number ::= "-"? ("0" | [1-9] [0-9]*) ("." [0-9]+)? ([eE] [+\-]? [0-9]+)?
 any_array ::= "[" (any (comma any)*)? "]"
 any_object ::= "{" (any_string colon any (comma any_string colon any)*)? "}"
 any ::= any_object | any_array | any_string | any_number | "true" | "false" | "null"
 """
-"""What stands in every grammar. Text is compact JSON, but one space may follow a comma or a colon: models like it."""
+"""What stands in every grammar. Text is compact JSON, but one space may follow a comma or a colon: models like it.
+A string is a recursion at its end: with one rule per character every token that goes on behind the first would have to
+be tried against the whole grammar at each step (measured with 49,152 tokens: 30 ms a mask instead of 40 µs)."""
 
 
 class TooManyRules(ValueError):

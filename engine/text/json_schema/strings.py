@@ -15,6 +15,9 @@ from headrace.engine.text.json_schema.patterns import automaton, checked
 from headrace.engine.text.json_schema.values import string_text
 
 _CONTROLS = frozenset(map(chr, range(0x20)))
+MOST_EXACT = 16
+"""Longest bound on a string's length whose characters are counted one by one, escaped ones too."""
+_PLAIN = r'[^"\\\u0000-\u001f]'
 _ESCAPED = frozenset({'"', "\\"}) | _CONTROLS
 """Characters that JSON text cannot hold as they are."""
 
@@ -48,11 +51,25 @@ def string_rule(one: String, rules: Rules, without: Iterable[str] = ()) -> str |
     if met is None:
         if one.least == 0 and one.most is None:
             return "any_string"
-        bounds = f"{{{one.least},{'' if one.most is None else one.most}}}"
-        return f'"\\"" char{bounds} "\\""' if one.most != 0 else '"\\"\\""'
+        return _counted(one.least, one.most, rules)
     if met.empty():
         return None
     return f'"\\"" {_states(met, rules)}'
+
+
+def _counted(least: int, most: int | None, rules: Rules) -> str:
+    """Strings of `least` to `most` characters. Up to MOST_EXACT a rule counts each of them; of longer counts the
+    characters that need no escape, in one repetition, which costs as much as a single rule."""
+    counted = least if most is None else most
+    if counted > MOST_EXACT:
+        if most is None:
+            return f'"\\"" {_PLAIN}{{{least}}} rest_of_string'
+        return f'"\\"" {_PLAIN}{{{least},{most}}} "\\""'
+    tail = "rest_of_string" if most is None else '"\\""'
+    for place in range(counted - 1, -1, -1):
+        ends = ['"\\""'] if place >= least else []
+        tail = rules.make("n", [*ends, f"{_PLAIN} {tail}", f"escaped {tail}"])
+    return f'"\\"" {tail}'
 
 
 def _states(made: FSM, rules: Rules) -> str:
