@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from headrace.engine.core import Engine
 from headrace.engine.errors import EngineError
 from headrace.engine.loading import ModelSettings, load_model
+from headrace.engine.masks.grammars import Grammars
 from headrace.engine.messages import Finished, FinishReason, PromptCounts, Submit, TokenLogprob, Tokens, Usage
 from headrace.engine.model import Model
 from headrace.engine.request import EngineRequest, RequestKey
@@ -69,6 +70,7 @@ class OfflineEngine:
         """`pool` overrides the sizes that `settings.kv_bytes` gives; `tier` takes what is to outlive it."""
         settings = settings or EngineSettings()
         self.pool = pool or make_pool(model, settings)
+        self._grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids, settings)
         self.engine = Engine(model, self.pool, settings, WholeRole, clock=clock, tokenizer=tokenizer, tier=tier)
         if settings.threads:
             torch.set_num_threads(settings.threads)
@@ -121,8 +123,14 @@ class OfflineEngine:
                     progress(finished, tokens)
         return [results[request.key] for request in todo]
 
+    def close(self) -> None:
+        """End the process that compiles constraints, if one was started."""
+        self._grammars.close()
+
     def _submit(self, request: EngineRequest, completion: Completion) -> int:
         try:
+            if request.constraint is not None and request.grammar is None:
+                request = replace(request, grammar=self._grammars.get(request.constraint))
             self.engine.apply(Submit(request))
         except EngineError as error:
             for choice in completion.choices:

@@ -74,8 +74,9 @@ class ChoiceOutput:
         return self._take(self._finish(TextPiece()))
 
     def _ending_of_id(self, token_id: int) -> Ending | None:
-        """EOS and stop ids end a choice; the sampler masks both until min_tokens are there."""
-        if self._length <= self._request.min_tokens:
+        """EOS and stop ids end a choice; the sampler masks both until min_tokens are there, or until a constraint
+        allows nothing else."""
+        if self._length <= self._request.min_tokens and self._request.constraint is None:
             return None
         if token_id in self._stop_ids:
             return Ending(FinishReason.STOP, token_id)

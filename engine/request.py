@@ -17,7 +17,9 @@ from headrace.kvcache.tier.types import CacheScope
 if TYPE_CHECKING:
     import torch
 
+    from headrace.engine.masks.grammars import Grammar
     from headrace.engine.sampling_params import SamplingParams
+    from headrace.engine.text.constraint import Constraint
 
 
 class TrafficClass(enum.Enum):
@@ -98,6 +100,10 @@ class EngineRequest:
     credit: int | None = None
     """Tokens, over all choices, that may be emitted before Credit allows more; None is no limit."""
     arrival: float = field(default=0.0, compare=False)
+    constraint: Constraint | None = None
+    """Language of every choice's output."""
+    grammar: Grammar | None = field(default=None, compare=False, repr=False)
+    """The constraint, compiled for this worker's vocabulary before the engine gets the request."""
 
     @property
     def prompt_length(self) -> int:
@@ -148,6 +154,7 @@ def check_request(request: EngineRequest, limits: RequestLimits) -> None:
     if request.credit is not None and request.credit < 0:
         raise invalid(f"credit is {request.credit}; it must not be negative")
     _check_stops(request, limits)
+    _check_constraint(request)
     _check_images(request, limits)
     _check_replay(request, limits)
     _check_delivered(request, limits)
@@ -165,6 +172,13 @@ def _check_stops(request: EngineRequest, limits: RequestLimits) -> None:
     for token in request.stop_token_ids:
         if not 0 <= token < limits.vocab_size:
             raise invalid(f"stop token id {token} is outside the vocabulary of {limits.vocab_size}")
+
+
+def _check_constraint(request: EngineRequest) -> None:
+    if (request.constraint is None) != (request.grammar is None):
+        raise invalid("constraint is not compiled; give the request the grammar that engine.masks makes of it")
+    if request.constraint is not None and request.ignore_eos:
+        raise invalid("ignore_eos with a constraint: its language ends with the end-of-sequence token and nowhere else")
 
 
 def _check_images(request: EngineRequest, limits: RequestLimits) -> None:

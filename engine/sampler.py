@@ -65,7 +65,7 @@ def _draw(adjusted: torch.Tensor, greedy_ids: torch.Tensor, draws: Draws) -> tor
 
 
 def _adjust(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Penalties, biases, suppression, in this order; a new tensor wherever anything changes."""
+    """Penalties, biases, suppression, masks, in this order; a new tensor wherever anything changes."""
     if batch.penalties is not None:
         p = batch.penalties
         part = logits[p.rows]
@@ -81,7 +81,17 @@ def _adjust(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     if batch.suppressed is not None:
         cells = batch.suppressed
         logits = logits.index_put((cells.rows, cells.columns), logits.new_full((), float("-inf")))
+    if batch.masks is not None:
+        masks = batch.masks
+        part = logits[masks.rows].masked_fill(~allowed(masks.bits, logits.shape[-1]), float("-inf"))
+        logits = logits.index_copy(0, masks.rows, part)
     return logits
+
+
+def allowed(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """``[M, vocab]`` bool of masks ``[M, ⌈vocab ÷ 32⌉]`` int32."""
+    places = torch.arange(32, device=bits.device, dtype=torch.int32)
+    return ((bits.unsqueeze(-1) >> places) & 1).to(torch.bool).flatten(1)[:, :vocab_size]
 
 
 def _dense(cells: Cells, like: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from headrace.engine.masks.matcher import Bits
 from headrace.engine.rng import signed
 from headrace.engine.sampling_params import SamplingParams
 from headrace.kernels.upload import upload, upload_array
@@ -28,6 +29,8 @@ class RowSampling:
     """Tokens of the choice so far; read by the penalties only."""
     suppressed_ids: Sequence[int] = ()
     """Tokens that may not be drawn: EOS and stop ids while fewer than min_tokens are out."""
+    mask: Bits | None = None
+    """[⌈vocabulary ÷ 32⌉] int32: tokens that the request's language allows; None allows all."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,16 @@ class Cells:
     rows: torch.Tensor
     columns: torch.Tensor
     values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Rows whose tokens a language restricts."""
+
+    rows: torch.Tensor
+    """[M] int64."""
+    bits: torch.Tensor
+    """[M, ⌈vocabulary ÷ 32⌉] int32; bit i of word w is token 32·w + i."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +90,7 @@ class SamplingBatch:
     penalties: Penalties | None
     biases: Cells | None
     suppressed: Cells | None
+    masks: Masks | None
     draws: Draws | None
     logprob_rows: torch.Tensor | None
     """[L] rows that report log-probabilities, None when there are none."""
@@ -96,9 +110,19 @@ def build_batch(rows: Sequence[RowSampling], vocab_size: int, device: torch.devi
         penalties=_penalties(rows, penalised, vocab_size, device) if penalised else None,
         biases=_cells(biases, vocab_size, device),
         suppressed=_cells(suppressed, vocab_size, device),
+        masks=_masks(rows, device),
         draws=_draws(rows, drawn, device) if drawn else None,
         logprob_rows=_ints([i for i, _ in asked], device) if asked else None,
         num_top=min(max((k for _, k in asked), default=0), vocab_size),
+    )
+
+
+def _masks(rows: Sequence[RowSampling], device: torch.device) -> Masks | None:
+    found = [(index, row.mask) for index, row in enumerate(rows) if row.mask is not None]
+    if not found:
+        return None
+    return Masks(
+        _ints([index for index, _ in found], device), upload_array(np.stack([bits for _, bits in found]), device)
     )
 
 

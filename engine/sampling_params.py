@@ -22,8 +22,10 @@ class SamplingParams:
 
     They act in this order: repetition penalty, presence and frequency penalties, logit bias, suppression of ending
     tokens before min_tokens; then temperature, and on the probabilities it gives top_p, top_k and min_p, each judged on
-    the whole distribution: a token stays if all three keep it. Log-probabilities are those of the raw logits, before
-    all of this.
+    the whole distribution: a token stays if all three keep it. The mask of a constraint comes behind suppression: what
+    it forbids has no probability, and the others share what is left. Log-probabilities are those of the raw logits,
+    before all of this: under a mask they say how likely the model itself holds a token, and the likeliest tokens may
+    be ones that the mask forbids.
     """
 
     temperature: float = 1.0

@@ -15,6 +15,7 @@ from headrace.engine.events import TokenLogprob
 
 if TYPE_CHECKING:
     from headrace.engine.live import LiveRequest
+    from headrace.engine.masks.matcher import ChoiceMask
     from headrace.engine.output import ChoiceOutput
     from headrace.engine.spill import Spilled
 
@@ -40,6 +41,8 @@ class Sequence:
     seed: int
     out: ChoiceOutput | None = None
     """Detokenizer and stop conditions; None in the prefill role, which emits nothing."""
+    mask: ChoiceMask | None = None
+    """Where it stands in the request's language; made at the first masked step."""
     output: list[int] = field(default_factory=list)
     """Tokens after the prompt: delivered by an earlier attempt, then sampled here."""
     computed: int = 0

@@ -65,6 +65,14 @@ class EngineSettings:
         "How long a request that is paused, as its client reads slowly, keeps its rows and slot; then it is spilled.",
     )
     pause_end_s: float = described(30.0, "How long it may be paused at all; then it ends with RESOURCE_EXHAUSTED.")
+    grammar_compile_s: float = described(
+        10.0, "Longest compilation of a constraint's language; then its process is killed and the request refused."
+    )
+    grammar_memory_bytes: int = described(2 << 30, "Most memory of that process, beyond its libraries.")
+    grammar_cache_bytes: int = described(64 << 20, "Bytes of compiled languages that are kept; the longest unused go.")
+    mask_limit_s: float = described(
+        1.0, "Longest work at one token's mask, in seconds of its thread; a request that takes more ends."
+    )
     retry_after_s: float = described(0.5, "Delay told to clients that are refused for overload (L12).")
 
     def __post_init__(self) -> None:
@@ -82,6 +90,10 @@ class EngineSettings:
         require(all(size >= 1 for size in self.decode_buckets), "decode_buckets", "must hold sizes of at least 1")
         require(self.lease_s > 0, "lease_s", "must be above 0")
         require(0 < self.pause_spill_s < self.pause_end_s, "pause_spill_s", "must be above 0 and below pause_end_s")
+        require(self.grammar_compile_s > 0, "grammar_compile_s", "must be above 0")
+        require(self.grammar_memory_bytes >= 1 << 26, "grammar_memory_bytes", "must be at least 64 MiB")
+        require(self.grammar_cache_bytes >= 0, "grammar_cache_bytes", "must not be negative")
+        require(self.mask_limit_s > 0, "mask_limit_s", "must be above 0")
         require(self.retry_after_s > 0, "retry_after_s", "must be above 0")
         # Decode rows of every choice must fit a step and leave prefill some of it.
         if self.max_batched_tokens <= self.max_sequences:

@@ -1,7 +1,8 @@
 """One step: schedule → forward → sample → commit.
 
-Forward and sampling are queued on the device without the host reading anything back; the sampled ids, and whether their
-logits were finite, come to the host in one copy at the end. On CUDA decode steps replay captured graphs (graphs.py).
+Masks of constrained choices are computed by a thread beside the forward pass (masks/step.py). Forward and sampling are
+queued on the device without the host reading anything back; the sampled ids, and whether their logits were finite, come
+to the host in one copy at the end. On CUDA decode steps replay captured graphs (graphs.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from headrace.engine.batch_builder import BatchBuilder
+from headrace.engine.errors import EngineError
 from headrace.engine.graphs import DecodeGraphs, powers_of_two
+from headrace.engine.masks.matcher import Bits, any_but
+from headrace.engine.masks.step import MaskMaker, StepMasks
 from headrace.engine.memory import SequenceMemory
 from headrace.engine.messages import TokenLogprob
 from headrace.engine.model import Model
@@ -33,7 +37,7 @@ class ChunkResult:
     """Tokens sampled for a chunk's choices, or why there are none."""
 
     tokens: tuple[SampledToken, ...] = ()
-    error: BadLogits | None = None
+    error: BadLogits | EngineError | None = None
 
 
 class StepRunner:
@@ -43,6 +47,7 @@ class StepRunner:
         self._model = model
         self._pool = pool
         captures = settings.capture_decode and pool.device.type == "cuda"
+        self.masks = MaskMaker(model.vocab_size, settings.mask_limit_s)
         self._graphs = DecodeGraphs(model, pool) if captures else None
         buckets, widths = settings.decode_buckets, tuple[int, ...]()
         if captures:
@@ -60,10 +65,13 @@ class StepRunner:
 
     def run(self, plan: StepPlan) -> list[ChunkResult]:
         """Forward and sample; one result per chunk, in order."""
-        batch = self._builder.build(plan)
-        if self._graphs is not None and self._graphs.serves(batch) and all(chunk.choices for chunk in plan.chunks):
-            return self._sample(plan, self._graphs.forward(batch))
-        return self._sample(plan, self._model.forward(batch, self._pool))
+        begun = self.masks.begin(plan)
+        try:
+            logits = self._forward(plan)
+        finally:
+            # Waited for whatever happens: no thread may read sequences when the engine changes them.
+            masks = None if begun is None else self.masks.finish(begun)
+        return self._sample(plan, logits, masks)
 
     @property
     def captured(self) -> int:
@@ -77,9 +85,19 @@ class StepRunner:
         sequence.live.count_computed(sequence, chunk.start, chunk.end)
         memory.commit(sequence)
 
-    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> list[ChunkResult]:
+    def _forward(self, plan: StepPlan) -> torch.Tensor:
+        batch = self._builder.build(plan)
+        if self._graphs is not None and self._graphs.serves(batch) and all(chunk.choices for chunk in plan.chunks):
+            return self._graphs.forward(batch)
+        return self._model.forward(batch, self._pool)
+
+    def _sample(self, plan: StepPlan, logits: torch.Tensor, masks: StepMasks | None) -> list[ChunkResult]:
         sampling = [chunk for chunk in plan.chunks if chunk.choices]
-        rows = [self._row(chunk, choice) for chunk in sampling for choice in chunk.choices]
+        rows = [
+            self._row(chunk, choice, None if masks is None else masks.of(index))
+            for index, chunk in enumerate(plan.chunks)
+            for choice in chunk.choices
+        ]
         if not rows:
             return [ChunkResult()] * len(plan.chunks)
         if len(rows) != len(sampling):
@@ -91,28 +109,34 @@ class StepRunner:
         logprobs = _logprobs(rows, sampled, ids)
         results: list[ChunkResult] = []
         row = 0
-        for chunk in plan.chunks:
+        for place, chunk in enumerate(plan.chunks):
             span = range(row, row + len(chunk.choices))
             row = span.stop
-            if all(sound[index] for index in span):
+            if masks is not None and place in masks.errors:
+                results.append(ChunkResult(error=masks.errors[place]))
+            elif all(sound[index] for index in span):
                 results.append(ChunkResult(tuple(SampledToken(ids[index], logprobs[index]) for index in span)))
             else:
                 results.append(ChunkResult(error=BadLogits("the model gave NaN or infinite logits")))
         return results
 
-    def _row(self, chunk: Chunk, choice: int) -> RowSampling:
+    def _row(self, chunk: Chunk, choice: int, mask: Bits | None) -> RowSampling:
         """How the token at position `chunk.end` of a choice is drawn: keyed by its seed and position alone (L5)."""
         sequence = chunk.sequence
         request = sequence.live.request
         params = request.sampling
         output = sequence.output if params.penalises else ()
+        suppressed = self._suppressed(sequence)
+        if mask is not None and suppressed and not any_but(mask, suppressed):
+            suppressed = ()  # the language is at its end, whatever min_tokens says
         return RowSampling(
             params=params,
             seed=sequence.seed if choice == sequence.choice else sequence.live.seed_of(choice),
             position=chunk.end,
             prompt_ids=request.prompt_ids if params.penalises else (),
             output_ids=output,
-            suppressed_ids=self._suppressed(sequence),
+            suppressed_ids=suppressed,
+            mask=mask,
         )
 
     def _suppressed(self, sequence: Sequence) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
 def upload(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -19,7 +20,7 @@ def upload(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: 
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
-def upload_array(values: np.ndarray[tuple[int], np.dtype[np.generic]], device: torch.device) -> torch.Tensor:
+def upload_array(values: NDArray[np.generic], device: torch.device) -> torch.Tensor:
     """The same for an array."""
     host = torch.from_numpy(values)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

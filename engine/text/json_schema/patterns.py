@@ -57,6 +57,22 @@ def found_in(pattern: str, text: str) -> bool:
     return bool(automaton(pattern).accepts(text))
 
 
+def stray_anchor(pattern: str) -> bool:
+    """Whether there is a ^ or $ elsewhere than at the ends of a branch of the top level."""
+    for branch in _branches(pattern):
+        inner = branch.removeprefix("^")
+        if inner.endswith("$") and not _escaped(inner, len(inner) - 1):
+            inner = inner[:-1]
+        in_class = False
+        for place, char in enumerate(inner):
+            if _escaped(inner, place):
+                continue
+            in_class = char == "[" or (in_class and char != "]")
+            if not in_class and char in "^$":
+                return True
+    return False
+
+
 def _escaped(text: str, place: int) -> bool:
     before = len(text[:place]) - len(text[:place].rstrip("\\"))
     return before % 2 == 1
