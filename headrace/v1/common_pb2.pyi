@@ -635,7 +635,9 @@ Global___StopParams: _TypeAlias = StopParams  # noqa: Y015
 
 @_typing.final
 class Constraint(_message.Message):
-    """A language that the output must belong to."""
+    """A language that the output must belong to. A choice that ends with FINISH_REASON_STOP at an end-of-sequence token is in
+    it; one that max_tokens, a stop string or a stop token cuts off is a beginning of it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -645,19 +647,31 @@ class Constraint(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
     STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
+    AFTER_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    AFTER_REASONING_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
-    """A JSON Schema document."""
+    """A JSON Schema document. Enforced exactly, as compact JSON in the schema's order of members, or refused."""
     json_object: _builtins.bool
     """Any JSON object; the value is always true."""
     regex: _builtins.str
-    """A regular expression over the whole output."""
+    """A regular expression (ECMA-262) over the whole output."""
     grammar: _builtins.str
-    """A context-free grammar in EBNF (xgrammar's notation)."""
+    """A context-free grammar in EBNF (xgrammar's notation), whose root rule is `root`."""
     structural_tag: _builtins.str
     """A structural tag in xgrammar's JSON notation: free text with constrained parts."""
+    after_reasoning: _builtins.bool
+    """The same with the token by which the model ends its reasoning. It begins at once behind a chat prompt that asks for
+    no reasoning.
+    """
     @_builtins.property
     def choices(self) -> Global___ConstraintChoices:
         """One of the listed strings."""
+
+    @_builtins.property
+    def after_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The output is free until it has these tokens in a row, and does not end before; the language begins behind them.
+        Empty: it begins at once. At most 64.
+        """
 
     def __init__(
         self,
@@ -668,10 +682,12 @@ class Constraint(_message.Message):
         grammar: _builtins.str = ...,
         choices: Global___ConstraintChoices | None = ...,
         structural_tag: _builtins.str = ...,
+        after_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        after_reasoning: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "language", b"language", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "language", b"language", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_reasoning", b"after_reasoning", "after_token_ids", b"after_token_ids", "choices", b"choices", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "language", b"language", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_language: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "grammar", "choices", "structural_tag"]  # noqa: Y015
     _WhichOneofArgType_language: _TypeAlias = _typing.Literal["language", b"language"]  # noqa: Y015

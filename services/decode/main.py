@@ -104,7 +104,16 @@ async def start(settings: DecodeSettings, lives: WorkerLives, life: Lifecycle) -
     life.on_close("engine", link.stop)
     tier.connect(link, loads=False)
     servicer = DecodeServicer(
-        loaded.facts, process.peer, transfer, link, hub, reporter, process.clock, settings.decode.journal_tokens, signer
+        loaded.facts,
+        loaded.grammars,
+        process.peer,
+        transfer,
+        link,
+        hub,
+        reporter,
+        process.clock,
+        settings.decode.journal_tokens,
+        signer,
     )
     deliver_notices(transfer, servicer.take_notices)
 

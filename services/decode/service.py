@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc.aio
 
+from headrace.engine.masks.grammars import Grammars
 from headrace.engine.messages import Cancel, Commit, GetStatus, Reserve, TransferEnded
 from headrace.engine.request import EngineRequest
 from headrace.kvcache.handle import Handle
@@ -19,6 +20,7 @@ from headrace.services.decode.journal import RequestJournal, Start
 from headrace.services.runtime import peers
 from headrace.services.runtime.clock import Clock
 from headrace.services.runtime.errors import FailedPrecondition, InvalidArgument, Unimplemented
+from headrace.services.worker.constraints import with_grammar
 from headrace.services.worker.engine_link import EngineLink
 from headrace.services.worker.events_wire import counts_from_wire, first_tokens_from_wire, reason_from_wire
 from headrace.services.worker.reports import EngineReporter, load_report
@@ -36,6 +38,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     def __init__(
         self,
         facts: ModelFacts,
+        grammars: Grammars,
         peer: common_pb2.PeerId,
         transfer: TransferEngine,
         link: EngineLink,
@@ -48,6 +51,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._signer = signer
         self._journal_tokens = journal_tokens
         self._facts = facts
+        self._grammars = grammars
         self._peer = peer
         self._transfer = transfer
         self._link = link
@@ -82,7 +86,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         spec = request.spec
         router = _router_of(spec)
         # No token goes out before the router has granted credit over its stream.
-        wanted = engine_request(spec, self._facts, self._clock.monotonic(), credit=0)
+        bare = engine_request(spec, self._facts, self._clock.monotonic(), credit=0)
+        wanted = await with_grammar(bare, self._grammars)
         image_tokens = sum(span.length for span in spec.image_spans)
         begun = self._hub.begin(
             RequestJournal(

@@ -37,6 +37,7 @@ from headrace.services.runtime.errors import (
 )
 from headrace.services.runtime.intercept import request_metadata
 from headrace.services.worker.channels import Channels
+from headrace.services.worker.constraints import with_grammar
 from headrace.services.worker.engine_host import LoadedModel
 from headrace.services.worker.engine_link import EngineLink
 from headrace.services.worker.signing import Signer
@@ -231,7 +232,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def _prepare(
         self, request: prefill_pb2.RunRequest, key: RequestKey, checked: Target, now: float
     ) -> PrefillRun:
-        """Shake hands with decode, fetch the embeddings and load the prefix, all at once."""
+        """Shake hands with decode, fetch the embeddings, load the prefix and compile the constraint, all at once."""
         bare = engine_request(request.spec, self._loaded.facts, now)
         assert bare.deadline is not None
         try:
@@ -239,6 +240,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 group.create_task(self._connect(checked.agent))
                 fetching = group.create_task(self._fetch(request, key, bare.deadline))
                 loading = group.create_task(self._load(request, bare))
+                compiling = group.create_task(with_grammar(bare, self._loaded.grammars))
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed before decode or the encoder answered") from None
         except BaseExceptionGroup as raised:
@@ -249,7 +251,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         )
         target = HandOverTarget(self._transfer, checked.handle)
         committer = self._committer(checked.wire, loading.result())
-        return PrefillRun(replace(bare, images=images), target, committer, self.link, fetched, self._clock)
+        whole = replace(compiling.result(), images=images)
+        return PrefillRun(whole, target, committer, self.link, fetched, self._clock)
 
     def _committer(self, wire: prefill_pb2.DecodeTarget, loaded: Preloaded) -> Committer:
         def resent() -> None:

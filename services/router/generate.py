@@ -24,6 +24,7 @@ from headrace.router.admission import Ticket
 from headrace.services.router.admission import AdmissionDesk, Turn
 from headrace.services.router.adoption import Adoption
 from headrace.services.router.attempt import Attempts
+from headrace.services.router.constraint import Constraints
 from headrace.services.router.course import Course, Means
 from headrace.services.router.event_stream import EventStream
 from headrace.services.router.image_work import image_tokens
@@ -71,6 +72,7 @@ class Generation:
         adoption: Adoption,
         desk: AdmissionDesk,
         snapshots: SnapshotPlanner,
+        constraints: Constraints,
         router: common_pb2.PeerId,
         clock: Clock,
     ) -> None:
@@ -83,6 +85,7 @@ class Generation:
         self._router = router
         self._clock = clock
         self._snapshots = snapshots
+        self._constraints = constraints
         self.recovered = self._means.recovered
         self.live: LiveSet[str] = LiveSet("requests")
         """Conservation of requests (L11): one that was validated is accepted."""
@@ -102,9 +105,12 @@ class Generation:
             if is_quick(request.prompt):
                 prepared = prepare(*reading)
             else:
-                work = asyncio.to_thread(prepare, *reading)
-                prepared = await _before(longest, self._clock, work, "while the prompt was read")
+                reader = asyncio.to_thread(prepare, *reading)
+                prepared = await _before(longest, self._clock, reader, "while the prompt was read")
             tenant.check_priority(prepared.priority)
+            if request.HasField("constraint"):
+                work = self._constraints.complete(prepared, request)
+                prepared = await _before(longest, self._clock, work, "while the constraint was read")
             prepared = self._named(prepared, tenant)
         except HeadraceError:
             self.refused += 1

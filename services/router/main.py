@@ -17,6 +17,7 @@ from headrace.services.router.admission import AdmissionDesk
 from headrace.services.router.adoption import Adoption
 from headrace.services.router.attempt import Attempts
 from headrace.services.router.caches import ClusterCaches
+from headrace.services.router.constraint import Constraints
 from headrace.services.router.fetch import ImageFetcher
 from headrace.services.router.generate import Generation
 from headrace.services.router.images import ImageStage
@@ -87,6 +88,8 @@ async def _start(settings: RouterSettings, folder: Path, tenants: Tenants, life:
     life.on_close("prefixes", prefixes.close)
     workers.on_joined, workers.on_left = prefixes.joined, prefixes.left
     snapshots = SnapshotPlanner(settings, model)
+    constraints = Constraints(model, settings.requests, process.clock)
+    life.on_close("constraints", partial(asyncio.to_thread, constraints.close))
     encoders = CachedImages(workers.fleet)
     generation = Generation(
         settings,
@@ -100,11 +103,13 @@ async def _start(settings: RouterSettings, folder: Path, tenants: Tenants, life:
             prefixes,
             process.clock,
             settings.router.reserve_timeout_seconds,
+            settings.requests.constraint_seconds,
         ),
         Attempts(workers, prefixes, process.clock),
         Adoption(workers, process.peer, process.clock, settings.router.adopt_timeout_seconds),
         desk,
         snapshots,
+        constraints,
         process.peer,
         process.clock,
     )

@@ -87,6 +87,7 @@ def place(
         block_keys=keys,
         sampling=sampling,
         stop=stop,
+        constraint=prepared.constraint,
         choices=[
             common_pb2.ChoiceState(choice=index, seed=choice_seed(sampling.seed, index)) for index in range(sampling.n)
         ],

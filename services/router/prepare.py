@@ -38,6 +38,8 @@ IMPLEMENTED_FIELDS = (
     "sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.min_p", "sampling.presence_penalty",
     "sampling.frequency_penalty", "sampling.repetition_penalty", "sampling.logit_bias", "sampling.seed", "sampling.n",
     "sampling.logprobs", "stop.max_tokens", "stop.min_tokens", "stop.ignore_eos", "stop.stop", "stop.stop_token_ids",
+    "constraint.json_schema", "constraint.json_object", "constraint.regex", "constraint.grammar", "constraint.choices",
+    "constraint.structural_tag", "constraint.after_token_ids", "constraint.after_reasoning",
     "traffic_class", "priority", "timeout_ms", "request_id", "resume", "snapshot_at", "report",
 )  # fmt: skip
 """What ListModels tells."""
@@ -69,6 +71,8 @@ class Prepared:
     """Choices of a stream that the client has lost, each with the tokens that it has."""
     named: bool = False
     """The client has chosen the id, perhaps not for the first time."""
+    constraint: common_pb2.Constraint | None = None
+    """As workers take it (constraint.py)."""
 
 
 def prepare(
@@ -85,8 +89,6 @@ def prepare(
         raise NotFound(f"no model {request.model!r}; this cluster serves {model.name!r}", field="model")
     if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
         raise InvalidArgument("must be 1 to 64 of A-Z a-z 0-9 _ . -", field="request_id")
-    if request.HasField("constraint"):
-        raise Unimplemented("constraint", "constrained output is not implemented here; leave it unset")
     if request.HasField("timeout_ms") and request.timeout_ms == 0:
         raise InvalidArgument("must be above 0", field="timeout_ms")
     if abs(request.priority) > MAX_PRIORITY:

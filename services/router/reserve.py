@@ -52,14 +52,17 @@ class Reserver:
         prefixes: Prefixes,
         clock: Clock,
         timeout_s: float,
+        constraint_s: float = 0.0,
     ) -> None:
-        """`timeout_s`: longest wait for one rank's answer."""
+        """`timeout_s`: longest wait for one rank's answer; `constraint_s`: that much longer where it has a constraint to
+        compile."""
         self._workers = workers
         self._balancer = balancer
         self._conditional = conditional
         self._prefixes = prefixes
         self._clock = clock
         self._timeout_s = timeout_s
+        self._constraint_s = constraint_s
         self._bookings = Bookings(workers.fleet, clock)
 
     async def reserve(
@@ -112,7 +115,8 @@ class Reserver:
         assert link is not None
         source = self._workers.worker(pair.prefill.id)
         sender = source.peer
-        left = max(0.001, min(self._timeout_s, deadline - self._clock.monotonic()))
+        longest = self._timeout_s + (self._constraint_s if placed.spec.HasField("constraint") else 0.0)
+        left = max(0.001, min(longest, deadline - self._clock.monotonic()))
         if not link.attached.is_set():
             try:
                 async with asyncio.timeout(left):
@@ -128,7 +132,7 @@ class Reserver:
         self._bookings.begin(pair, placed, own_id)
         stub = worker.decode
         # The call outlives the request's deadline and its client: without its answer nobody could give the grant back.
-        call = stub.Reserve(request, timeout=self._timeout_s, metadata=request_metadata())
+        call = stub.Reserve(request, timeout=longest, metadata=request_metadata())
         asked = asyncio.ensure_future(call)
         try:
             with closed_is_unavailable(f"decode replica {worker.replica.id}"):

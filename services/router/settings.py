@@ -57,6 +57,9 @@ class RequestSection(Section):
     """Tries at one request, the first included, when a worker fails; later ones continue what the client has."""
     recovery_seconds: float = Field(default=10.0, ge=0)
     """How long a request whose worker failed waits for another one that can take its place."""
+    constraint_seconds: float = Field(default=60.0, gt=0)
+    """Longest wait for a decode replica that compiles a constraint, beyond that for its answer to a reservation. The
+    first constraint of a replica waits for its compiler to start."""
     thinking: bool = False
     """Whether chats without `thinking` ask the model to reason first."""
 

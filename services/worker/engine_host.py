@@ -12,6 +12,7 @@ from pathlib import Path
 from headrace.engine.core import Engine
 from headrace.engine.fingerprint import model_fingerprint
 from headrace.engine.loading import folder_dtype, load_model, read_config
+from headrace.engine.masks.grammars import Grammars
 from headrace.engine.model import Model
 from headrace.engine.offline import make_pool
 from headrace.engine.roles import Role
@@ -46,6 +47,8 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     pool: KVPool
     facts: ModelFacts
+    grammars: Grammars
+    """Languages that requests are held to, compiled. Its process ends with this one."""
 
     def engine(
         self, settings: WorkerSettings, role: Callable[[Engine], Role], clock: Clock, tier: TierSink | None = None
@@ -105,4 +108,6 @@ def with_pool(weights: LoadedWeights, settings: WorkerSettings) -> LoadedModel:
         replay=settings.engine.replay,
         bounded_replay=layout.has_snapshots,
     )
-    return LoadedModel(weights.model, weights.tokenizer, make_pool(weights.model, settings.engine), facts)
+    model, tokenizer = weights.model, weights.tokenizer
+    grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids, settings.engine)
+    return LoadedModel(model, tokenizer, make_pool(model, settings.engine), facts, grammars)

@@ -12,6 +12,7 @@ import torch
 from headrace.engine.request import EngineRequest, ImageInput, RequestKey, TrafficClass
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.seeds import choice_seed
+from headrace.engine.text.constraint import Constraint, Language
 from headrace.kvcache.entries import EntryFieldError
 from headrace.kvcache.tier.types import CacheScope
 from headrace.services.runtime.errors import DeadlineExceeded, Incompatible, InvalidArgument, Unimplemented
@@ -100,8 +101,6 @@ def engine_request(
         InvalidArgument, DeadlineExceeded; EngineError INVALID_ARGUMENT for sampling values out of range.
     """
     _check_model(spec.model, facts)
-    if spec.HasField("constraint"):
-        raise Unimplemented("spec.constraint")
     if spec.prompt_tokens != len(spec.token_ids):
         raise InvalidArgument(
             f"is {spec.prompt_tokens}, but there are {len(spec.token_ids)} token ids", field="spec.prompt_tokens"
@@ -143,7 +142,21 @@ def engine_request(
         deadline=now + spec.time_left_ms / 1000,
         credit=credit,
         arrival=now,
+        constraint=_constraint(spec.constraint) if spec.HasField("constraint") else None,
     )
+
+
+def _constraint(wire: common_pb2.Constraint) -> Constraint:
+    """As the router has made it: a schema, an object or choices are grammars by now."""
+    language, after = wire.WhichOneof("language"), tuple(wire.after_token_ids)
+    match language:
+        case "grammar" | "regex" | "structural_tag":
+            return Constraint(Language(language), getattr(wire, language), after)
+        case _:
+            raise InvalidArgument(
+                f"{language or 'nothing'} is not what a worker compiles; the router makes a grammar of it",
+                field="spec.constraint",
+            )
 
 
 def _cache_scope(spec: common_pb2.RequestSpec) -> CacheScope | None:

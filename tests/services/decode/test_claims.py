@@ -36,7 +36,7 @@ def servicer(hub: Hub) -> Any:
     transfer: Any = SimpleNamespace(describe=lambda: PeerDescription(OWN, 0, "0.x", b"", 1, (), None, b"M" * 32))
     peer = common_pb2.PeerId(replica_id="decode-0", incarnation=OWN)
     served: Any = hub
-    return DecodeServicer(facts, peer, transfer, unused, served, unused, ManualClock(), 16, UNSIGNED)
+    return DecodeServicer(facts, unused, peer, transfer, unused, served, unused, ManualClock(), 16, UNSIGNED)
 
 
 def spec(router: str, incarnation: str = "1" * 32) -> common_pb2.RequestSpec:

@@ -23,7 +23,6 @@ from headrace.services.runtime.errors import (
     InvalidArgument,
     NotFound,
     ResourceExhausted,
-    Unimplemented,
     from_rpc_error,
 )
 from headrace.services.runtime.ids import new_incarnation
@@ -174,8 +173,12 @@ async def test_what_is_not_served_is_refused_by_name(v3: Driver) -> None:
     other = common_pb2.ModelIdentity(model_fingerprint=bytes(32), layout_fingerprint=good.model.layout_fingerprint)
     assert isinstance(await refused(v3.reserve(changed(model=other))), Incompatible)
     error = await refused(v3.reserve(changed(constraint=common_pb2.Constraint(json_object=True))))
-    assert isinstance(error, Unimplemented)
+    assert isinstance(error, InvalidArgument)
     assert error.field == "spec.constraint"
+    error = await refused(v3.reserve(changed(constraint=common_pb2.Constraint(regex="(?=a)a"))))
+    assert isinstance(error, InvalidArgument)
+    assert error.field == "constraint"
+    assert "Lookahead" in error.message
     assert (await refused(v3.reserve(changed(prompt_tokens=19)))).field == "spec.prompt_tokens"
     assert (await refused(v3.reserve(changed(router=common_pb2.PeerId())))).field == "spec.router"
     assert isinstance(await refused(v3.reserve(changed(root_key=b"short"))), InvalidArgument)

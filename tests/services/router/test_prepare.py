@@ -106,7 +106,6 @@ def tokens(*ids: int, **fields: object) -> inference_pb2.GenerateRequest:
         (text(model="other"), NotFound, "model"),
         (text(request_id="a b"), InvalidArgument, "request_id"),
         (text(timeout_ms=0), InvalidArgument, "timeout_ms"),
-        (text(constraint=common_pb2.Constraint(regex="a")), Unimplemented, "constraint"),
         (text(resume=[inference_pb2.ResumePoint()]), InvalidArgument, "request_id"),
         (text(resume=[inference_pb2.ResumePoint()], request_id="r"), InvalidArgument, "sampling.seed"),
         (resuming(inference_pb2.ResumePoint(choice=2)), InvalidArgument, "resume[0].choice"),

@@ -125,7 +125,7 @@ def _drop_choice(wire: common_pb2.RequestSpec) -> None:
     [
         (lambda w: setattr(w.model, "model_fingerprint", b"X" * 32), Incompatible, "spec.model.model_fingerprint"),
         (lambda w: setattr(w.model, "layout_fingerprint", b""), Incompatible, "spec.model.layout_fingerprint"),
-        (lambda w: setattr(w.constraint, "regex", "a*"), Unimplemented, "spec.constraint"),
+        (lambda w: setattr(w.constraint, "json_schema", "{}"), InvalidArgument, "spec.constraint"),
         (lambda w: setattr(w, "prompt_tokens", 4), InvalidArgument, "spec.prompt_tokens"),
         (lambda w: setattr(w, "replay_mode", common_pb2.REPLAY_MODE_OFF), InvalidArgument, "spec.replay_mode"),
         (lambda w: setattr(w, "time_left_ms", 0), DeadlineExceeded, ""),
