@@ -47,9 +47,12 @@ def from_structural_tag(text: str) -> Constraint:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConstraintRefused(f"it is not JSON: {error}") from None
-    if not isinstance(document, dict) or document.get("type") != "structural_tag" or "format" not in document:
-        raise ConstraintRefused('it must be {"type": "structural_tag", "format": {…}}')
-    exact = {"type": "structural_tag", "format": _format(document["format"], 0)}
+    if not isinstance(document, dict):
+        raise ConstraintRefused('it must be {"type": "structural_tag", "format": {…}}, or such a format')
+    node = document.get("format") if document.get("type") == "structural_tag" else document
+    if not isinstance(node, dict):
+        raise ConstraintRefused("it has no format")
+    exact = {"type": "structural_tag", "format": _format(node, 0)}
     return Constraint(Language.STRUCTURAL_TAG, json.dumps(exact, ensure_ascii=False, separators=(",", ":")))
 
 
