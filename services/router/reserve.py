@@ -54,7 +54,7 @@ class Reserver:
         timeout_s: float,
         constraint_s: float = 0.0,
     ) -> None:
-        """`timeout_s`: longest wait for one rank's answer; `constraint_s`: that much longer where it has a constraint to
+        """`timeout_s`: longest wait for one rank's answer; `constraint_s`: so much longer where it has a constraint to
         compile."""
         self._workers = workers
         self._balancer = balancer

@@ -41,9 +41,7 @@ def prepared(name: str = "report", resume: tuple[tuple[int, int], ...] = (), *, 
 
 def generation() -> Any:
     nothing: Any = SimpleNamespace()
-    return Generation(
-        RouterSettings(), nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing, SystemClock()
-    )
+    return Generation(RouterSettings(), *[nothing] * 10, SystemClock())
 
 
 def test_a_name_is_its_tenants_own() -> None:
