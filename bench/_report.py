@@ -19,7 +19,7 @@ from pathlib import Path
 Scalar = str | int | float | bool | None
 JsonValue = Scalar | Sequence["JsonValue"] | dict[str, "JsonValue"]
 
-PACKAGES = ("torch", "numpy", "grpcio", "protobuf", "nixl-cu12", "nixl-cu13", "transformers", "xgrammar")
+PACKAGES = ("torch", "numpy", "grpcio", "protobuf", "nixl-cu12", "nixl-cu13", "transformers", "xgrammar", "llguidance")
 """Whose versions explain a figure; the ones not installed are left out."""
 
 

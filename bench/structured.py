@@ -1,10 +1,14 @@
-"""How much of JSON Schema is enforced: schemas with instances, each enforced exactly or refused with a reason.
+"""Structured output: how much of JSON Schema is enforced, and what a model generates under real schemas.
 
     python -m bench.structured --suite ../shared/json_schema --json
+    python -m bench.structured --model FOLDER --json
 
 The suite is a folder of files [{description, schema, tests: [{data, valid}]}], as the JSON Schema Test Suite has them.
 A schema counts as enforced if every valid instance is accepted byte by byte and every invalid one rejected, as compact
 JSON with its members in the schema's order; otherwise, unless it was refused up front, as wrong.
+
+The model writes one answer to each of fifty schemas of applications (bench/structured_harness/schemas.json). Those that
+end with `stop` are checked by PyPI jsonschema, and their masks are made once more by xgrammar and by llguidance.
 """
 
 from __future__ import annotations
@@ -13,12 +17,20 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import xgrammar
 
-from bench._report import JsonValue, Report, arguments, emit
+from bench._progress import Phases
+from bench._report import JsonValue, Report, Scalar, arguments, emit
+from bench.structured_harness.beside import ours, theirs
+from bench.structured_harness.generate import generate, load_cases
+from headrace.engine.loading import ModelSettings
+from headrace.engine.messages import FinishReason
+from headrace.engine.offline import OfflineEngine
+from headrace.engine.settings import EngineSettings
 from headrace.engine.text.json_schema.compile import schema_grammar
 from headrace.engine.text.json_schema.errors import SchemaRefused
 from headrace.engine.text.json_schema.order import SchemaOrder
@@ -47,10 +59,8 @@ def mistakes(compiler: xgrammar.GrammarCompiler, grammar: str, schema: str, test
     return wrong
 
 
-def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--suite", type=Path, required=True, help="folder of the suite")
-    options = parser.parse_args()
+def enforced(folder: Path) -> tuple[dict[str, JsonValue], list[dict[str, Scalar]]]:
+    """Results and table of a suite."""
     vocabulary = [bytes([byte]) for byte in range(256)]
     info = xgrammar.TokenizerInfo(vocabulary, vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[0])
     compiler = xgrammar.GrammarCompiler(info, cache_enabled=False)
@@ -58,7 +68,7 @@ def main() -> None:
     refused: dict[str, JsonValue] = {}
     wrong: dict[str, JsonValue] = {}
     translating = 0.0
-    for name, schema, tests in cases(options.suite):
+    for name, schema, tests in cases(folder):
         counts["schemas"] += 1
         text = json.dumps(schema)
         began = time.process_time()
@@ -74,7 +84,7 @@ def main() -> None:
         counts["wrong" if found else "enforced"] += 1
         if found:
             wrong[name] = found
-    table: list[dict[str, str | int | float | bool | None]] = [
+    table: list[dict[str, Scalar]] = [
         {"schema": name, "refused because": str(reason)} for name, reason in refused.items()
     ]
     results: dict[str, JsonValue] = {
@@ -82,6 +92,67 @@ def main() -> None:
         "translation_ms_mean": round(1000 * translating / counts["schemas"], 2),
         "wrong_cases": wrong,
     }
+    return results, table
+
+
+def generated(
+    folder: Path, most: int | None, max_tokens: int, load: ModelSettings, sequences: int
+) -> tuple[dict[str, JsonValue], list[dict[str, Scalar]]]:
+    """Results and table of a model's answers."""
+    asked = load_cases(most)
+    with Phases() as phases:
+        with phases.phase("load the model") as advance:
+            settings = EngineSettings(
+                threads=0, max_sequences=sequences, max_batched_tokens=256, grammar_compile_s=120.0
+            )
+            engine = OfflineEngine.load(folder, settings, load)
+            advance()
+        with phases.phase("answers", len(asked)) as advance:
+            outputs, cost = generate(engine, folder, asked, max_tokens, advance)
+        with phases.phase("masks once more", 2) as advance:
+            ended = [output for output in outputs if output.reason is FinishReason.STOP]
+            xgrammars = ours(engine, ended)
+            advance()
+            model = engine.engine.model
+            guidances = theirs(folder, model.vocab_size, model.eos_token_ids, ended)
+            advance()
+    engine.close()
+    faulty = {output.case.name: output.fault for output in ended if output.fault}
+    results: dict[str, JsonValue] = {
+        "cases": len(outputs),
+        "stopped": len(ended),
+        "valid": len(ended) - len(faulty),
+        "invalid": dict(faulty),
+        "cut_off": len(outputs) - len(ended),
+        "tokens": sum(len(output.token_ids) for output in outputs),
+        "cost": {name: round(value, 4) for name, value in asdict(cost).items()},
+        "xgrammar": xgrammars.json(),
+        "llguidance": guidances.json(),
+    }
+    table: list[dict[str, Scalar]] = [
+        {"case": output.case.name, "end": output.reason.value, "fault": output.fault, "text": output.text[:60]}
+        for output in outputs
+    ]
+    return results, table
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--suite", type=Path, help="folder of the suite")
+    parser.add_argument("--model", type=Path, help="folder of a model that answers")
+    parser.add_argument("--cases", type=int, help="only the first of the fifty")
+    parser.add_argument("--max-tokens", type=int, default=300, help="longest answer")
+    parser.add_argument("--batch", type=int, default=16, help="answers at once")
+    options = parser.parse_args()
+    if options.suite is None and options.model is None:
+        parser.error("give --suite, --model or both")
+    results: dict[str, JsonValue] = {}
+    table: list[dict[str, Scalar]] = []
+    if options.suite is not None:
+        results, table = enforced(options.suite)
+    if options.model is not None:
+        answers, table = generated(options.model, options.cases, options.max_tokens, ModelSettings(), options.batch)
+        results["generated"] = answers
     emit(Report("structured", results, table), as_json=options.json)
 
 

@@ -12,13 +12,14 @@ import torch
 from headrace.engine.core import Engine
 from headrace.engine.errors import EngineError
 from headrace.engine.loading import ModelSettings, load_model
-from headrace.engine.masks.grammars import Grammars
+from headrace.engine.masks.grammars import Grammar, Grammars
 from headrace.engine.messages import Finished, FinishReason, PromptCounts, Submit, TokenLogprob, Tokens, Usage
 from headrace.engine.model import Model
 from headrace.engine.request import EngineRequest, RequestKey
 from headrace.engine.roles import WholeRole
 from headrace.engine.settings import EngineSettings
 from headrace.engine.sizing import pool_sizes
+from headrace.engine.text.constraint import Constraint
 from headrace.engine.text.tokenizer import Tokenizer
 from headrace.engine.tier_messages import TierSink
 from headrace.kvcache.pool import KVPool
@@ -123,6 +124,10 @@ class OfflineEngine:
                     progress(finished, tokens)
         return [results[request.key] for request in todo]
 
+    def compile(self, constraint: Constraint) -> Grammar:
+        """A constraint compiled for this model, from the cache where it is known. Raises EngineError."""
+        return self._grammars.get(constraint)
+
     def close(self) -> None:
         """End the process that compiles constraints, if one was started."""
         self._grammars.close()
@@ -130,7 +135,7 @@ class OfflineEngine:
     def _submit(self, request: EngineRequest, completion: Completion) -> int:
         try:
             if request.constraint is not None and request.grammar is None:
-                request = replace(request, grammar=self._grammars.get(request.constraint))
+                request = replace(request, grammar=self.compile(request.constraint))
             self.engine.apply(Submit(request))
         except EngineError as error:
             for choice in completion.choices:
