@@ -22,6 +22,7 @@ from headrace.engine.vision.config import VisionError
 from headrace.engine.vision.loading import load_vision_tower
 from headrace.engine.vision.preprocess import ImageLimits, preprocess
 from headrace.engine.vision.tower import VisionTower
+from headrace.services.router.constraint import constrained
 from headrace.services.router.model import load_served_model
 from headrace.services.router.place import place
 from headrace.services.router.prepare import prepare
@@ -138,7 +139,9 @@ class OfflineRunner:
         return tuple(self._engine.engine.integrity())
 
     def _place(self, request: inference_pb2.GenerateRequest, identifier: str) -> EngineRequest:
-        prepared = dataclasses.replace(prepare(request, self._served, self._settings.requests), request_id=identifier)
+        limits = self._settings.requests
+        prepared = constrained(prepare(request, self._served, limits), request, self._served, limits)
+        prepared = dataclasses.replace(prepared, request_id=identifier)
         encoded, embeddings = self._encode(prepared.images)
         spec = place(
             prepared,

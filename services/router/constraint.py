@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from headrace.engine.isolated import CannotStart, Isolated, Refused, TimeUp
 from headrace.engine.text.constraint import MOST_AFTER, from_choices, from_grammar, from_regex, json_object
+from headrace.engine.text.constraint_child import FORMS
 from headrace.engine.text.errors import TextError
 from headrace.services.router.model import ServedModel
 from headrace.services.router.prepare import Prepared
@@ -63,65 +66,13 @@ class Constraints:
         self._process.close()
 
     async def complete(self, prepared: Prepared, request: inference_pb2.GenerateRequest) -> Prepared:
-        """With the constraint as workers take it: a grammar, an expression or an exact structural tag, and the tokens
-        behind which it begins. Raises InvalidArgument, ResourceExhausted, Unavailable."""
+        """The same as `constrained`. Raises InvalidArgument, ResourceExhausted, Unavailable."""
         if not request.HasField("constraint"):
             return prepared
+        form, after = _check(request, self._model, self._limits)
         asked = request.constraint
-        form = asked.WhichOneof("language")
-        if form is None:
-            raise InvalidArgument("names no language", field="constraint")
-        if self._model.text is None:
-            raise InvalidArgument("this model has no tokenizer, which a constraint needs", field="constraint")
-        if request.stop.ignore_eos:
-            raise InvalidArgument(
-                "a constrained output ends where its language does; leave it unset", field="stop.ignore_eos"
-            )
-        made = common_pb2.Constraint(after_token_ids=self._after(request))
-        field = f"constraint.{form}"
-        try:
-            match form:
-                case "json_object":
-                    if not asked.json_object:
-                        raise InvalidArgument("must be true where it is given", field=field)
-                    made.grammar = json_object().text
-                case "choices":
-                    made.grammar = from_choices(asked.choices.values).text
-                case "grammar":
-                    made.grammar = from_grammar(asked.grammar).text
-                case "regex":
-                    made.regex = from_regex(asked.regex).text
-                case "json_schema":
-                    made.grammar = await self._translated(form, asked.json_schema)
-                case "structural_tag":
-                    made.structural_tag = await self._translated(form, asked.structural_tag)
-        except TextError as error:
-            raise InvalidArgument(str(error), field=field) from error
-        return replace(prepared, constraint=made)
-
-    def _after(self, request: inference_pb2.GenerateRequest) -> tuple[int, ...]:
-        asked = request.constraint
-        assert self._model.text is not None
-        if len(asked.after_token_ids) > MOST_AFTER:
-            raise InvalidArgument(f"at most {MOST_AFTER} tokens are taken", field="constraint.after_token_ids")
-        if any(token >= self._model.vocab_size for token in asked.after_token_ids):
-            raise InvalidArgument(
-                f"names a token outside the vocabulary of {self._model.vocab_size}", field="constraint.after_token_ids"
-            )
-        if not asked.after_reasoning:
-            return tuple(asked.after_token_ids)
-        field = "constraint.after_reasoning"
-        if asked.after_token_ids:
-            raise InvalidArgument("stands beside after_token_ids; give one of them", field=field)
-        end = self._model.text.tokenizer.specials.get(END_OF_REASONING)
-        if end is None:
-            message = f"this model has no token {END_OF_REASONING}; say with after_token_ids how its reasoning ends"
-            raise InvalidArgument(message, field=field)
-        if request.prompt.WhichOneof("form") == "chat":
-            chat = request.prompt.chat
-            if not (chat.thinking if chat.HasField("thinking") else self._limits.thinking):
-                return ()  # the prompt has ended the reasoning
-        return (end,)
+        text = await self._translated(form, getattr(asked, form)) if form in FORMS else _quick(form, asked)
+        return replace(prepared, constraint=_made(form, text, after))
 
     async def _translated(self, form: str, text: str) -> str:
         if len(text.encode()) > MOST_SCHEMA_BYTES:
@@ -168,6 +119,87 @@ class Constraints:
         while self._bytes > MOST_KNOWN_BYTES:
             (_, gone), value = self._known.popitem(last=False)
             self._bytes -= _size(gone, value)
+
+
+def constrained(
+    prepared: Prepared, request: inference_pb2.GenerateRequest, model: ServedModel, limits: RequestSection
+) -> Prepared:
+    """With the constraint as workers take it: a grammar, an expression or an exact structural tag, and the tokens
+    behind which it begins. Done here and now, for a user's own requests. Raises InvalidArgument."""
+    if not request.HasField("constraint"):
+        return prepared
+    form, after = _check(request, model, limits)
+    if form in FORMS:
+        with _naming(form):
+            return replace(prepared, constraint=_made(form, FORMS[form](getattr(request.constraint, form)).text, after))
+    return replace(prepared, constraint=_made(form, _quick(form, request.constraint), after))
+
+
+def _check(
+    request: inference_pb2.GenerateRequest, model: ServedModel, limits: RequestSection
+) -> tuple[str, tuple[int, ...]]:
+    """The form of the language, and the tokens behind which it begins."""
+    form = request.constraint.WhichOneof("language")
+    if form is None:
+        raise InvalidArgument("names no language", field="constraint")
+    if model.text is None:
+        raise InvalidArgument("this model has no tokenizer, which a constraint needs", field="constraint")
+    if request.stop.ignore_eos:
+        raise InvalidArgument("an output ends where its constraint does; leave it unset", field="stop.ignore_eos")
+    return form, _after(request, model, limits)
+
+
+def _after(request: inference_pb2.GenerateRequest, model: ServedModel, limits: RequestSection) -> tuple[int, ...]:
+    asked, field = request.constraint, "constraint.after_token_ids"
+    assert model.text is not None
+    if len(asked.after_token_ids) > MOST_AFTER:
+        raise InvalidArgument(f"at most {MOST_AFTER} tokens are taken", field=field)
+    if any(token >= model.vocab_size for token in asked.after_token_ids):
+        raise InvalidArgument(f"names a token outside the vocabulary of {model.vocab_size}", field=field)
+    if not asked.after_reasoning:
+        return tuple(asked.after_token_ids)
+    field = "constraint.after_reasoning"
+    if asked.after_token_ids:
+        raise InvalidArgument("stands beside after_token_ids; give one of them", field=field)
+    end = model.text.tokenizer.specials.get(END_OF_REASONING)
+    if end is None:
+        message = f"this model has no token {END_OF_REASONING}; say with after_token_ids how its reasoning ends"
+        raise InvalidArgument(message, field=field)
+    if request.prompt.WhichOneof("form") == "chat":
+        chat = request.prompt.chat
+        if not (chat.thinking if chat.HasField("thinking") else limits.thinking):
+            return ()  # the prompt has ended the reasoning
+    return (end,)
+
+
+def _quick(form: str, asked: common_pb2.Constraint) -> str:
+    """Forms that take no time."""
+    with _naming(form):
+        match form:
+            case "json_object":
+                if not asked.json_object:
+                    raise InvalidArgument("must be true where it is given", field="constraint.json_object")
+                return json_object().text
+            case "choices":
+                return from_choices(asked.choices.values).text
+            case "grammar":
+                return from_grammar(asked.grammar).text
+            case _:
+                return from_regex(asked.regex).text
+
+
+@contextmanager
+def _naming(form: str) -> Iterator[None]:
+    try:
+        yield
+    except TextError as error:
+        raise InvalidArgument(str(error), field=f"constraint.{form}") from error
+
+
+def _made(form: str, text: str, after: tuple[int, ...]) -> common_pb2.Constraint:
+    made = common_pb2.Constraint(after_token_ids=after)
+    setattr(made, form if form in ("regex", "structural_tag") else "grammar", text)
+    return made
 
 
 def _size(text: str, found: _Found) -> int:
