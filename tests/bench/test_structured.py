@@ -14,7 +14,7 @@ from headrace.engine.loading import ModelSettings
 from headrace.engine.text.constraint import from_schema
 from tests.services.tiny import make_v3
 
-CASES = 6
+CASES = 3
 
 
 def test_every_schema_is_enforced() -> None:
@@ -30,7 +30,7 @@ def test_answers_that_stop_are_valid(tmp_path: Path) -> None:
     pytest.importorskip("llguidance", reason="llguidance is what xgrammar is compared with (extra dev)")
     load = ModelSettings(dtype="float32", block_tokens=16, native_kernels=False)
     results: dict[str, Any]
-    results, table = generated(make_v3(tmp_path / "model"), CASES, 400, load, CASES)
+    results, table = generated(make_v3(tmp_path / "model"), CASES, 100, load, CASES)
     assert len(table) == results["cases"] == CASES
     assert results["stopped"] > 0
     assert results["valid"] == results["stopped"]
