@@ -130,7 +130,7 @@ def make_call(api: Api, body: Body, upstream: Upstream, model: inference_pb2.Mod
         if v41:
             raise Unimplemented("parallel_tool_calls", "calls of this model are not held to one; leave it out")
         request.stop.stop.append(hermes.CLOSE)
-    constraint = constraint_of(api.response_format(given), converted, conversation, rendered)
+    constraint = constraint_of(api.response_format(given), converted, conversation, rendered, upstream.assets.tokenizer)
     if constraint is not None:
         request.constraint.CopyFrom(constraint)
         request.constraint.after_reasoning = bool(conversation.thinking_mode)

@@ -8,6 +8,7 @@ from typing import Any
 
 import deepseek_recipe as recipe
 
+from headrace.engine.text.tokenizer import Tokenizer
 from headrace.services.gateway import hermes
 from headrace.services.gateway.prompts import Rendered
 from headrace.services.runtime.errors import InvalidArgument, Unimplemented
@@ -19,18 +20,21 @@ def constraint_of(
     converted: recipe.ConversationRequest,
     conversation: recipe.Conversation,
     rendered: Rendered,
+    tokenizer: Tokenizer,
 ) -> common_pb2.Constraint | None:
     """`wanted` is a response_format. A forced call has a form of its own, and none beside it.
+    The text is free while the model reasons.
 
     Raises Unimplemented, InvalidArgument naming response_format.
     """
     if rendered.in_call:
         return common_pb2.Constraint(json_schema=_text(hermes.call_schema(conversation.tools)))
     made = _of_format(wanted, converted)
-    if made is not None and conversation.thinking_mode:
-        raise Unimplemented("response_format", "not together with reasoning here; switch one of them off")
     if made is not None and conversation.tools and conversation.tool_choice != "none":
         raise Unimplemented("response_format", "not beside tools; leave one of them out, or forbid calls")
+    stage = converted.parsing_options.thinking_initial_stage
+    if made is not None and stage is not None and stage.starts_in_reasoning():
+        made.after_token_ids.append(tokenizer.special_id(recipe.SpecialToken.ThinkingEnd.default_str()))
     return made
 
 

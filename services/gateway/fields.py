@@ -67,7 +67,9 @@ _STOP: Final = Field(
     _null({"anyOf": [TEXT, {"type": "array", "items": TEXT, "maxItems": 16}]}), "ends reasoning, too; up to 16"
 )
 _N: Final = Field(_integer(1, 128), "as many as the router allows")
-_TOOLS: Final = Field(ARRAY, "functions; strict ones are enforced where the engine constrains output")
+_TOOLS: Final = Field(
+    ARRAY, "functions; a forced call is held to its schema with protocol `template`, other calls are not"
+)
 _CHOICE: Final = Field(
     _null({"anyOf": [TEXT, {"type": "object"}]}), "`auto`, `none`, `required`, or one function; a forced call is direct"
 )

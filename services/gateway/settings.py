@@ -128,7 +128,8 @@ class GatewaySettings(ServiceSettings):
         return self
 
     @model_validator(mode="after")
-    def _plain_http_stays_here(self) -> Self:
+    def _plain_text_stays_here(self) -> Self:
+        """Instead of the base's: what other machines reach here is HTTP, whose certificate may be another one."""
         if self.https_files is None and not self.listen.insecure_bind and not is_loopback(self.listen.host):
             raise ValueError(
                 f"listen.host {self.listen.host!r} can be reached from other machines in plain HTTP; "

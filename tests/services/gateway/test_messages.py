@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from headrace.services.runtime.errors import ResourceExhausted, Unavailable
 from headrace.v1 import common_pb2
-from tests.services.gateway.fakes import World, fails, says
+from tests.services.gateway.fakes import TOKENIZER, World, fails, says
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 TOOL: Any = {"name": "f", "description": "d", "input_schema": {"type": "object", "properties": {"x": {}}}}
@@ -95,6 +95,7 @@ async def test_a_schema_an_image_and_a_marked_prefix(world: World, client: Any) 
     request = world.router.requests[0]
     assert request.prompt.tokens.images[0].data == b"picture"
     assert json.loads(request.constraint.json_schema) == schema
+    assert list(request.constraint.after_token_ids) == [TOKENIZER.special_id("</think>")]
     assert request.traffic_class == common_pb2.TRAFFIC_CLASS_AGENT
     assert "be brief" in world.router.prompt_text()
 

@@ -1,0 +1,102 @@
+"""The listener and what every request passes: limits, the end of the process, HTTPS."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from headrace.cli.certificates import files_of, issue, make_authority, own_hosts
+from headrace.services.gateway.server import HttpServer, HttpsFiles
+from headrace.services.gateway.settings import GatewaySettings, HttpsSection
+from headrace.services.runtime.peers import Peer, PeerRole
+from headrace.services.runtime.settings import ListenSettings
+from headrace.services.runtime.settings_load import SettingsError
+from headrace.v1 import inference_pb2
+from tests.services.gateway.fakes import World, a_world, until
+
+HI: Any = [{"role": "user", "content": "Hi"}]
+
+
+async def test_too_many_at_once_and_the_end(tmp_path: Path) -> None:
+    """L12, L19: what runs is finished, what comes is told when to come back."""
+    async with a_world(tmp_path, max_requests=1, max_body_bytes=4096) as world:
+        go_on = asyncio.Event()
+
+        async def script(request: inference_pb2.GenerateRequest) -> Any:
+            await go_on.wait()
+            async for event in hello(request):
+                yield event
+
+        hello = world.router.script
+        world.router.script = script
+        async with openai.AsyncOpenAI(base_url=f"{world.url}/v1", api_key="k", max_retries=0) as client:
+            running = asyncio.ensure_future(client.chat.completions.create(model="plain", messages=HI))
+            await until(lambda: bool(world.router.requests))
+            with pytest.raises(openai.RateLimitError):
+                await client.chat.completions.create(model="plain", messages=HI)
+            world.gateway.door.closing = True
+            with pytest.raises(openai.InternalServerError) as told:
+                await client.models.list()
+            assert told.value.response.headers["retry-after"] == "1"
+            go_on.set()
+            assert (await running).choices[0].message.content == "hello"
+            await asyncio.wait_for(world.gateway.door.idle(), 60)
+            world.gateway.door.closing = False
+            with pytest.raises(openai.APIStatusError) as large:
+                await client.chat.completions.create(model="plain", messages=[{"role": "user", "content": "x" * 5000}])
+            assert large.value.status_code == 413
+
+
+async def test_https_follows_its_files(tmp_path: Path, world: World) -> None:
+    """New handshakes show the new certificate; files that do not fit leave the former one in force."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        make_authority(folder)
+        issue(folder, Peer(PeerRole.ROUTER, "gateway"), own_hosts(), name="gateway")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+
+    def install(cert_of: Path, key_of: Path) -> None:
+        cert.write_bytes(files_of(cert_of, "gateway").cert.read_bytes())
+        key.write_bytes(files_of(key_of, "gateway").key.read_bytes())
+
+    async def trusted(folder: Path) -> bool:
+        context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+        host, _, port = server.address.rpartition(":")
+        try:
+            _, writer = await asyncio.open_connection(host, int(port), ssl=context)
+        except ssl.SSLCertVerificationError:
+            return False
+        writer.close()
+        return True
+
+    install(folders[0], folders[0])
+    files = HttpsFiles(cert, key, reload_s=0.02)
+    server = HttpServer(lambda *_: asyncio.sleep(0), ListenSettings(), files)  # type: ignore[arg-type]
+    tasks = [asyncio.ensure_future(server.serve()), asyncio.ensure_future(files.follow())]
+    try:
+        assert await trusted(folders[0])
+        install(folders[1], folders[0])
+        await asyncio.sleep(0.2)
+        assert await trusted(folders[0])
+        install(folders[1], folders[1])
+        async with asyncio.timeout(60):
+            while not await trusted(folders[1]):  # noqa: ASYNC110 - files of the system's
+                await asyncio.sleep(0.02)
+    finally:
+        await server.stop()
+        tasks[1].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_what_settings_refuse(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="plain HTTP"):
+        GatewaySettings(listen=ListenSettings(host="0.0.0.0"), metrics={"enabled": False})
+    with pytest.raises(ValueError, match="belong together"):
+        HttpsSection(cert=tmp_path)
+    with pytest.raises(SettingsError, match="https"):
+        HttpsFiles(tmp_path / "none", tmp_path / "none", 1)
