@@ -1039,7 +1039,7 @@ class TransferAgent(_message.Message):
     metadata_version: _builtins.int
     """Rises whenever agent_metadata or regions change; a cached connection of another version is dropped."""
     listener: _builtins.str
-    """Address (host:port) of the agent's own listener, where it has one."""
+    """Address (host:port) at which rows are taken by stream (TransferService); empty where they are not."""
     signature: _builtins.bytes
     """HMAC-SHA256 under the cluster's key over the other fields; empty where no key is configured."""
     @_builtins.property

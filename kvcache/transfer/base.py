@@ -41,6 +41,8 @@ class PeerDescription:
     """32 bytes; None for a process without KV (encoder)."""
     model_fingerprint: bytes
     checksums: tuple[ChecksumKind, ...] = (ChecksumKind.XXH3_64,)
+    listener: str = ""
+    """host:port at which rows are taken by stream; empty where they are not."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,11 @@ class TransferEngine(ABC):
         """
 
     @abstractmethod
+    def cut(self, handle: Handle) -> None:
+        """Post nothing more under this handle: pushes of which something is left fail with PushCut once what is posted
+        is over. The last word is still to be said (``end``)."""
+
+    @abstractmethod
     def copy(
         self,
         direction: Direction,
@@ -213,13 +220,22 @@ class TransferEngine(ABC):
             PeerLost, TransferBusy, EngineClosed.
         """
 
+    def grant(self, handle: Handle, sender: str | None) -> None:
+        """The receiver granted this transfer, to the incarnation ``sender`` where that is known: expect its notice, and
+        let in what comes under it by stream, if this engine takes streams."""
+        self.expect(handle.transfer_id)
+
+    def sender_died(self, incarnation: str) -> None:  # noqa: B027 - an engine without streams has nothing to close
+        """On evidence. To be called before its landing rows are freed: no stream of it is taken any more."""
+
     @abstractmethod
     def expect(self, transfer_id: str) -> None:
         """The receiver granted this transfer: poll for its notice closely until it comes or ``forget`` is called."""
 
     @abstractmethod
     def forget(self, transfer_id: str) -> None:
-        """Poll less closely; a notice that still comes is delivered all the same (late, recognised by its id)."""
+        """Nobody waits for it here any more: poll less closely, and close its stream. A notice that still comes is
+        delivered all the same (late, recognised by its id)."""
 
     @abstractmethod
     def poll(self) -> None:

@@ -17,7 +17,9 @@ class Refusal(StrEnum):
     LAYOUT = "layout"
     MODEL = "model"
     TRANSPORT = "transport"
-    """The wire that UCX chose is not among the allowed ones."""
+    """The wire that UCX chose is not among the allowed ones, or there is none."""
+    SENDER = "sender"
+    """A stream of another process than the one that the rows were granted to."""
     METADATA_VERSION = "metadata_version"
     """The receiver rebuilt its landing region: connect its newer description first."""
     METADATA = "metadata"
@@ -57,6 +59,21 @@ class CopyRefused(TransferError):
 
     def __init__(self, reason: Refusal, message: str) -> None:
         super().__init__(f"copy refused ({reason}): {message}")
+        self.reason = reason
+
+
+class PushCut(TransferError):
+    """The owner gave the transfer up before everything was posted. Nothing more of it goes on the wire."""
+
+    def __init__(self, transfer_id: str) -> None:
+        super().__init__(f"transfer {transfer_id} was given up; say its last word and release its rows")
+
+
+class StreamRefused(TransferError):
+    """Bytes that came by stream are not taken (L1): nothing of this message was written. Reserve again."""
+
+    def __init__(self, reason: Refusal, message: str) -> None:
+        super().__init__(f"stream refused ({reason}): {message}")
         self.reason = reason
 
 

@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from headrace.kvcache.handle import ChecksumKind
+from headrace.kvcache.handle import ChecksumKind, Handle
 from headrace.kvcache.transfer.admission import LocalIdentity
 from headrace.kvcache.transfer.agent import WireAgent
 from headrace.kvcache.transfer.base import PeerDescription, TransferSettings
-from headrace.kvcache.transfer.errors import EngineClosed, PeerLost, TransferError
+from headrace.kvcache.transfer.errors import EngineClosed, PeerLost, PushCut, TransferError
 from headrace.kvcache.transfer.handshake import Handshake
-from headrace.kvcache.transfer.ledger import Ledger
+from headrace.kvcache.transfer.ledger import Ledger, transfer_key
 from headrace.kvcache.transfer.memory import RegisteredMemory
 from headrace.kvcache.transfer.outbound import OutboundPush, Outgoing
 from headrace.kvcache.transfer.peers import PeerTable
@@ -204,6 +204,11 @@ class TransferThread(threading.Thread):
                 except TransferError as failed:
                     error = failed
         self._ledger.ended(record, error)
+
+    def cut(self, handle: Handle) -> None:
+        for outbound in self._active:
+            if transfer_key(outbound.push.handle) == transfer_key(handle):
+                outbound.give_up(PushCut(handle.transfer_id))
 
     def deregister(self, name: str) -> None:
         """Raises ValueError: unknown, or being sent from (L7)."""

@@ -75,7 +75,7 @@ class NixlTransferEngine(TransferEngine):
 
     def connect(self, peer: PeerDescription) -> Future[str]:
         try:
-            handshake = Handshake(peer, self._examine(peer), self._clock() + self._settings.push_timeout_s)
+            handshake = Handshake(peer, self._reachable(peer), self._clock() + self._settings.push_timeout_s)
         except TransferError as error:
             refused: Future[str] = Future()
             refused.set_exception(error)
@@ -129,6 +129,12 @@ class NixlTransferEngine(TransferEngine):
             self._thread.inbox.put(lambda: self._thread.last_word(record))
 
         return self._ledger.ending(handle, outcome, enqueue)
+
+    def cut(self, handle: Handle) -> None:
+        try:
+            self._tell(lambda: self._thread.cut(handle))
+        except EngineClosed:
+            return  # which cuts everything
 
     def copy(
         self,
@@ -200,7 +206,19 @@ class NixlTransferEngine(TransferEngine):
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _examine(self, peer: PeerDescription) -> Envelope:
+    def _reachable(self, peer: PeerDescription) -> Envelope:
+        """As ``examine``; and UCX may reach it. Raises PeerRefused, EngineClosed."""
+        envelope = self.examine(peer)
+        if self._settings.net_devices == NO_NETWORK and envelope.process.boot_id != ProcessIdentity.own().boot_id:
+            raise PeerRefused(
+                Refusal.TRANSPORT,
+                "it is on another host, and UCX may use no network here; with TLS on, let rows go by stream "
+                "(transfer.transport) or name a network that you trust (transfer.trusted_network)",
+            )
+        return envelope
+
+    def examine(self, peer: PeerDescription) -> Envelope:
+        """Can rows pass between it and this process at all, by whatever wire? Raises PeerRefused, EngineClosed."""
         own = self._own
         if self._ledger.is_closed:
             raise EngineClosed("the transfer engine is closed")
@@ -211,12 +229,6 @@ class NixlTransferEngine(TransferEngine):
             raise PeerRefused(Refusal.METADATA, f"{error}; both sides must run one version") from error
         if len(envelope.versions) != len(peer.regions):
             raise PeerRefused(Refusal.METADATA, "its landing regions and their versions differ in number")
-        if self._settings.net_devices == NO_NETWORK and envelope.process.boot_id != ProcessIdentity.own().boot_id:
-            raise PeerRefused(
-                Refusal.TRANSPORT,
-                "it is on another host, and UCX may use no network here; with TLS on, name a network that you trust "
-                "(transfer.trusted_network)",
-            )
         if self._ledger.has_departed(peer.incarnation) or envelope.process.liveness() is Liveness.DEAD:
             raise PeerRefused(
                 Refusal.INCARNATION, f"{peer.incarnation} is gone; a restarted peer has a new incarnation"

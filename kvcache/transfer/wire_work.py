@@ -43,6 +43,11 @@ class WireWork(ABC, Generic[B, R]):
         if self._error is None:
             self._error = error
 
+    def give_up(self, error: TransferError) -> None:
+        """As ``cut``, unless everything is posted already."""
+        if self._batches:
+            self.cut(error)
+
     @property
     def lost(self) -> bool:
         """The connection to the peer broke under this job."""

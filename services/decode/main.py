@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from math import ceil
 
 from headrace.engine.decode import decode_role
 from headrace.engine.messages import EndAll, Event, Finished, FinishReason, GetStatus, SenderDied, Submit
 from headrace.engine.request import RequestKey
 from headrace.kvcache.event_log import EventLog, Source
-from headrace.kvcache.transfer.nixl import NixlTransferEngine
 from headrace.services.decode.attach import AttachHub, reap_journals
 from headrace.services.decode.journals import Journals
 from headrace.services.decode.landing import LandingKeeper, make_landing, register_landing
@@ -44,6 +42,7 @@ from headrace.services.worker.senders import SenderWatch
 from headrace.services.worker.tier.assembly import WorkerTier
 from headrace.services.worker.tier.peer_wire import Reader
 from headrace.services.worker.tier.service import serve_caches
+from headrace.services.worker.transfer_host import open_transfer, take_streams
 from headrace.v1 import decode_pb2, decode_pb2_grpc
 
 REAP_S = 0.5
@@ -60,17 +59,19 @@ async def start(settings: DecodeSettings, lives: WorkerLives, life: Lifecycle) -
     process = ServiceProcess(settings, life, translate, lives=lives)
     loaded = await asyncio.to_thread(lives.load, settings)
     change_role = RoleChange(settings, lives, process)
-    transfer = NixlTransferEngine(
-        incarnation=life.incarnation,
-        layout_fingerprint=loaded.facts.layout_fp,
-        model_fingerprint=loaded.facts.model_fp,
-        settings=settings.transfer.engine_settings(tls=settings.tls.on),
-    )
-    life.on_close("transfer", partial(asyncio.to_thread, transfer.close))
-    landing = make_landing(settings, loaded, life.incarnation)
-    register_landing(transfer, landing)
+    signer = settings.transfer.signer(tls=settings.tls.on)
     channels = Channels(settings.rpc, process.tls)
     life.on_close("channels", channels.close)
+    transfer = open_transfer(
+        settings.transfer,
+        process,
+        channels,
+        signer,
+        layout_fingerprint=loaded.facts.layout_fp,
+        model_fingerprint=loaded.facts.model_fp,
+    )
+    landing = make_landing(settings, loaded, life.incarnation)
+    register_landing(transfer, landing)
     events = EventLog(Source(process.replica_id, life.incarnation), loaded.pool.layout.block_tokens)
     tier = await WorkerTier.open(
         settings.cache,
@@ -80,7 +81,6 @@ async def start(settings: DecodeSettings, lives: WorkerLives, life: Lifecycle) -
         events=events.append,
     )
     life.on_close("cache tier", tier.close)
-    signer = settings.transfer.signer(tls=settings.tls.on)
     own = Reader(process.peer, loaded.facts.wire(), settings.data_centre, settings.host_name, signer)
     tier.meet(own, transfer, channels)
     journals = Journals(
@@ -147,6 +147,7 @@ async def start(settings: DecodeSettings, lives: WorkerLives, life: Lifecycle) -
         decode_pb2.DESCRIPTOR.services_by_name["DecodeService"],
         admits=("Reserve",),
     )
+    take_streams(settings.transfer, process, transfer, signer)
     caches = serve_caches(process, tier, link, loaded.pool.layout, events)
 
     async def writable() -> int:
@@ -166,6 +167,8 @@ async def start(settings: DecodeSettings, lives: WorkerLives, life: Lifecycle) -
         hand_over=hand_over,
         change_role=change_role,
     )
+    transfer.listen(process.server.address)
+    servicer.announce()
     # Before the server closes, so that routers still hear how their requests ended (L28).
     life.on_close("engine", link.stop)
     life.spawn(reporter.run(), "engine-reporter")
@@ -181,10 +184,11 @@ async def start(settings: DecodeSettings, lives: WorkerLives, life: Lifecycle) -
     life.spawn(keeper.run(), "landing-keeper")
 
     async def prefill_died(incarnation: str) -> None:
+        transfer.sender_died(incarnation)
         await link.call(SenderDied(incarnation))
         reporter.refresh()
 
-    watch = SenderWatch(Role.PREFILL, prefill_died)
+    watch = SenderWatch(Role.PREFILL, prefill_died, transfer.sender_left)
     life.spawn(watch.follow(registry), "peer-watch")
     life.spawn(watch.examine(), "peer-examination")
 

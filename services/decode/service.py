@@ -112,7 +112,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         finally:
             self._reporter.refresh()
         if reserved.handle is not None:
-            self._transfer.expect(reserved.handle.transfer_id)
+            self._transfer.grant(reserved.handle, sender)
         return decode_pb2.ReserveResponse(
             landing=None if reserved.handle is None else self._handle(reserved.handle, wanted),
             agent=None if reserved.handle is None else self._agent,
@@ -165,7 +165,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         if committed.resend is None:
             return decode_pb2.CommitResponse(admitted=decode_pb2.CommitAdmitted())
         self.resends += 1
-        self._transfer.expect(committed.resend.transfer_id)
+        self._transfer.grant(committed.resend, request.sender.incarnation or None)
         left_s = request.landing.time_left_ms / 1000
         landing = handle_to_wire(committed.resend, self._peer.replica_id, left_s, self._signer)
         return decode_pb2.CommitResponse(resend=decode_pb2.CommitResend(landing=landing, agent=self._agent))
@@ -179,8 +179,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         peers.require_claim(request.sender, peers.PeerRole.PREFILL, peers.PeerRole.WHOLE, field="sender")
         self._signer.check_handle(request.landing, "landing", fresh=False)
         if request.landing.receiver.incarnation == self._peer.incarnation:
-            await self._link.call(TransferEnded(request.landing.transfer_id, complete=False))
+            # First, so that no stream writes rows that are free.
             self._transfer.forget(request.landing.transfer_id)
+            await self._link.call(TransferEnded(request.landing.transfer_id, complete=False))
             self._reporter.refresh()
         return decode_pb2.EndTransferResponse()
 

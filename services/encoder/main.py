@@ -17,7 +17,6 @@ from headrace.engine.vision.loading import load_vision_tower
 from headrace.engine.vision.preprocess import ImageLimits, preprocess
 from headrace.engine.vision.tower import VisionTower
 from headrace.kvcache.transfer.base import PeerDescription
-from headrace.kvcache.transfer.nixl import NixlTransferEngine
 from headrace.kvcache.transfer.regions import MemoryRegion
 from headrace.services.encoder.cache import EmbeddingCache
 from headrace.services.encoder.encode import ImageEncoder
@@ -28,8 +27,10 @@ from headrace.services.runtime.lifecycle import Lifecycle, run_service
 from headrace.services.runtime.process import ServiceProcess
 from headrace.services.runtime.registry.base import Capacity, Rank, Replica
 from headrace.services.runtime.settings_load import SettingsError
+from headrace.services.worker.channels import Channels
 from headrace.services.worker.loads import publish_loads
 from headrace.services.worker.signing import Signer
+from headrace.services.worker.transfer_host import open_transfer
 from headrace.services.worker.transfer_wire import agent_to_wire
 from headrace.v1 import common_pb2, control_pb2, encoder_pb2, encoder_pb2_grpc
 
@@ -66,16 +67,14 @@ async def _start(settings: EncoderSettings, folder: Path, life: Lifecycle) -> No
     limits = ImageLimits(int(section.max_image_bytes), section.max_image_pixels)
     encoder = ImageEncoder(tower, cache, limits)
     life.on_close("encoder", encoder.close)
-    transfer = NixlTransferEngine(
-        incarnation=life.incarnation,
-        layout_fingerprint=None,
-        model_fingerprint=model_fp,
-        settings=settings.transfer.engine_settings(tls=settings.tls.on),
+    signer = settings.transfer.signer(tls=settings.tls.on)
+    channels = Channels(settings.rpc, process.tls)
+    life.on_close("channels", channels.close)
+    transfer = open_transfer(
+        settings.transfer, process, channels, signer, layout_fingerprint=None, model_fingerprint=model_fp
     )
-    life.on_close("transfer", partial(asyncio.to_thread, transfer.close))
     transfer.register(MemoryRegion(SOURCE, cache.memory))
 
-    signer = settings.transfer.signer(tls=settings.tls.on)
     capacity = Capacity(embedding_bytes=cache.memory.numel(), queue_requests=section.max_pending)
 
     def published() -> Replica:

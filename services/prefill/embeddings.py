@@ -66,7 +66,12 @@ class EmbeddingReceiver:
         self._model = model
         self._dtype = dtype
         self._signer = signer
-        self._agent = agent_to_wire(transfer.describe(), peer.replica_id, model, signer)
+        self._agent = common_pb2.TransferAgent()
+        self.announce()
+
+    def announce(self) -> None:
+        """Describe the landing memory anew, once it can be reached by stream too."""
+        self._agent = agent_to_wire(self._transfer.describe(), self._peer.replica_id, self._model, self._signer)
 
     def check(self, spans: Sequence[common_pb2.ImageSpan], handles: Sequence[encoder_pb2.EmbeddingHandle]) -> None:
         """Refuse before anything is reserved (L10). Raises InvalidArgument, Incompatible."""
@@ -113,7 +118,7 @@ class EmbeddingReceiver:
     ) -> torch.Tensor:
         for _ in range(TRIES):
             grant = self._grant(name, attempt, handle, deadline)
-            self._transfer.expect(grant.transfer_id)
+            self._transfer.grant(grant, handle.owner.incarnation)
             try:
                 return await self._receive(grant, handle, deadline)
             except ChecksumMismatch:
@@ -165,6 +170,7 @@ class EmbeddingReceiver:
 
     async def sender_died(self, incarnation: str) -> None:
         """An encoder is known to be dead: what it might have written is free."""
+        self._transfer.sender_died(incarnation)
         self.landing.sender_died(incarnation)
 
 

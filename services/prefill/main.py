@@ -16,7 +16,6 @@ from headrace.kvcache.handle import ChecksumKind, PayloadKind
 from headrace.kvcache.landing import LandingRegion
 from headrace.kvcache.landing_types import LandingIdentity
 from headrace.kvcache.transfer.base import TransferEngine
-from headrace.kvcache.transfer.nixl import NixlTransferEngine
 from headrace.kvcache.transfer.regions import MemoryRegion, RegionRole
 from headrace.services.prefill.embeddings import EmbeddingReceiver
 from headrace.services.prefill.service import PrefillServicer
@@ -49,6 +48,7 @@ from headrace.services.worker.signing import Signer
 from headrace.services.worker.tier.assembly import WorkerTier
 from headrace.services.worker.tier.peer_wire import Reader
 from headrace.services.worker.tier.service import serve_caches
+from headrace.services.worker.transfer_host import open_transfer, take_streams
 from headrace.v1 import control_pb2, prefill_pb2, prefill_pb2_grpc
 
 EMBEDDINGS = "embeddings"
@@ -66,18 +66,19 @@ async def start(settings: PrefillSettings, lives: WorkerLives, life: Lifecycle) 
     process = ServiceProcess(settings, life, translate, lives=lives)
     loaded = await asyncio.to_thread(lives.load, settings)
     change_role = RoleChange(settings, lives, process)
-    transfer = NixlTransferEngine(
-        incarnation=life.incarnation,
-        layout_fingerprint=loaded.facts.layout_fp,
-        model_fingerprint=loaded.facts.model_fp,
-        settings=settings.transfer.engine_settings(tls=settings.tls.on),
-    )
-    life.on_close("transfer", partial(asyncio.to_thread, transfer.close))
-    for region in loaded.source_regions():
-        transfer.register(region)
+    signer = settings.transfer.signer(tls=settings.tls.on)
     channels = Channels(settings.rpc, process.tls)
     life.on_close("channels", channels.close)
-    signer = settings.transfer.signer(tls=settings.tls.on)
+    transfer = open_transfer(
+        settings.transfer,
+        process,
+        channels,
+        signer,
+        layout_fingerprint=loaded.facts.layout_fp,
+        model_fingerprint=loaded.facts.model_fp,
+    )
+    for region in loaded.source_regions():
+        transfer.register(region)
     receiver = _receiver(settings, loaded, transfer, channels, process, signer)
     events = EventLog(Source(process.replica_id, life.incarnation), loaded.pool.layout.block_tokens)
     tier = await WorkerTier.open(
@@ -156,6 +157,8 @@ async def start(settings: PrefillSettings, lives: WorkerLives, life: Lifecycle) 
         servicer,
         prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"],
     )
+    if receiver is not None:
+        take_streams(settings.transfer, process, transfer, signer)
     caches = serve_caches(process, tier, link, loaded.pool.layout, events)
     change_role.writable = (tier.writable,) if receiver is None else (tier.writable, receiver.writable)
     await process.serve(
@@ -166,6 +169,9 @@ async def start(settings: PrefillSettings, lives: WorkerLives, life: Lifecycle) 
         hand_over=servicer.hand_over,
         change_role=change_role,
     )
+    if receiver is not None:
+        transfer.listen(process.server.address)
+        receiver.announce()
     life.spawn(reporter.run(), "engine-reporter")
     registry = await process.join(published(), partial(_canary, servicer, link, loaded, process, count(1)))
     life.spawn(publish_loads(process, reporter.load), "load-publisher")
@@ -177,7 +183,7 @@ async def start(settings: PrefillSettings, lives: WorkerLives, life: Lifecycle) 
 
     watches = [SenderWatch(Role.DECODE, decode_died)]
     if receiver is not None:
-        watches.append(SenderWatch(Role.ENCODER, receiver.sender_died))
+        watches.append(SenderWatch(Role.ENCODER, receiver.sender_died, transfer.sender_left))
         deliver_notices(transfer, receiver.take_notices)
     for watch in watches:
         life.spawn(watch.follow(registry), "peer-watch")

@@ -305,6 +305,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         if run is None:
             await self._tell(request, None)
             return
+        if not run.handed_over:
+            run.target.give_up()
         await run.target.silent()
         self.pushed_bytes.update(run.target.sent)
         run.pins.release(self.link, run.request.key)

@@ -133,6 +133,10 @@ class HandOverTarget:
         rows = [BlockRow(block, self._rows[block]) for block in part.blocks]
         self.push(rows, timeout_s, slot=self._slot if part.slot is not None else None, last=True)
 
+    def give_up(self) -> None:
+        """Send nothing more of this grant than what is on the wire already."""
+        self._transfer.cut(self.handle)
+
     async def silent(self) -> None:
         """Wait until no byte of any push is on the wire; a deadline does not end that (L6)."""
         for push in self._all:

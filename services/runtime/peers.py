@@ -72,6 +72,7 @@ SERVICES: Final[Mapping[str, frozenset[PeerRole]]] = {
     "headrace.v1.PrefillService": _ROUTER,
     "headrace.v1.DecodeService": _ROUTER,
     "headrace.v1.CachePeerService": _ENGINES,
+    "headrace.v1.TransferService": frozenset({PeerRole.ENCODER, PeerRole.PREFILL, PeerRole.WHOLE}),
     "grpc.health.v1.Health": _ALL,
     "grpc.reflection.v1alpha.ServerReflection": _CLUSTER | _OPERATORS,
 }

@@ -3,13 +3,16 @@
 A member that left the registry may be a stopped process, and a stopped process is alive: its posted write lands when
 it continues (spec/protocol.md). So its departure only makes it a suspect. What its transfers may write stays in
 quarantine until the kernel of this host says that the process is gone; of another host's process nothing is known
-here, and its rows wait for its notice or for a rebuilt landing region.
+here. If it can write by nothing but streams, which this side writes out itself, those are closed once it has been away
+for LEFT_S, and its rows are free; else they wait for its notice or for a rebuilt landing region.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterable
+from typing import Protocol
 
 from google.protobuf.message import DecodeError
 
@@ -23,13 +26,31 @@ from headrace.v1 import common_pb2
 _log = logs.get(__name__)
 POLL_S = 0.1
 """How often the kernel is asked about suspects, on a clock of its own (L9)."""
+LEFT_S = 10.0
+"""How long a sender of another host may be away before its streams are closed: it may have lost the registry only."""
+
+
+class OnLeft(Protocol):
+    """`sender_left` of the transfer engine."""
+
+    def __call__(self, incarnation: str, *, elsewhere: bool) -> int: ...
 
 
 class SenderWatch:
     """Follows members of one role and tells when one of them is dead. Two background tasks of a process."""
 
-    def __init__(self, role: Role, on_dead: Callable[[str], Awaitable[None]]) -> None:
-        """`on_dead` gets the incarnation, once, on evidence."""
+    def __init__(
+        self,
+        role: Role,
+        on_dead: Callable[[str], Awaitable[None]],
+        on_left: OnLeft | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_dead` gets the incarnation, once, on evidence; `on_left` one of which there will be none."""
+        self._on_left = on_left
+        self._monotonic = monotonic
+        self._since: dict[str, float] = {}
+        """When a suspect was last seen."""
         self._role = role
         self._on_dead = on_dead
         self._processes: dict[str, tuple[ProcessIdentity, ...]] = {}
@@ -71,6 +92,7 @@ class SenderWatch:
         processes = self._processes.pop(replica.incarnation, ())
         if processes:
             self._suspects[replica.incarnation] = processes
+            self._since[replica.incarnation] = self._monotonic()
             self._suspected.set()
             _log.info("a sender left the registry", replica=replica.id, incarnation=short(replica.incarnation))
 
@@ -81,16 +103,26 @@ class SenderWatch:
             for incarnation, processes in tuple(self._suspects.items()):
                 found = {process.liveness() for process in processes}
                 if Liveness.UNKNOWN in found:
-                    del self._suspects[incarnation]
-                    _log.warning("nothing is known of a sender's death: another host", incarnation=short(incarnation))
+                    if self._on_left is None or self._monotonic() - self._since[incarnation] >= LEFT_S:
+                        del self._suspects[incarnation]
+                        self._give_up(incarnation, processes)
                 elif found == {Liveness.DEAD}:
                     del self._suspects[incarnation]
                     _log.info("a sender is dead", incarnation=short(incarnation))
                     await self._on_dead(incarnation)
+            self._since = {one: when for one, when in self._since.items() if one in self._suspects}
             if self._suspects:
                 await asyncio.sleep(POLL_S)
             else:
                 self._suspected.clear()
+
+    def _give_up(self, incarnation: str, processes: tuple[ProcessIdentity, ...]) -> None:
+        own = ProcessIdentity.own()
+        elsewhere = all(process.boot_id != own.boot_id for process in processes)
+        ended = 0 if self._on_left is None else self._on_left(incarnation, elsewhere=elsewhere)
+        _log.warning(
+            "nothing is known of a sender's death: another host", incarnation=short(incarnation), streams_closed=ended
+        )
 
 
 def _processes(agents: Iterable[bytes]) -> Iterable[ProcessIdentity]:

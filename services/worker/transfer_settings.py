@@ -16,16 +16,19 @@ Transport = Literal["cma", "shm", "tcp", "cuda_ipc", "rdma"]
 
 
 class TransferSection(Section):
-    """How rows move between processes (NIXL over UCX)."""
+    """How rows move between processes: NIXL over UCX, or a stream to the receiver's own port."""
 
+    transport: Literal["auto", "nixl", "stream"] = "auto"
+    """`auto`: NIXL wherever UCX may reach the peer, and else, with TLS on and no `trusted_network`, a stream under the
+    peer's certificate, which is slower. `nixl`: such a peer is refused. `stream`: always by stream; for trying it."""
     allowed_transports: tuple[Transport, ...] | None = None
-    """Wires that a push may take; a peer that would use another one is refused. Default: any."""
+    """Wires of UCX that a push may take; a peer that would use another one is refused. Default: any."""
     net_devices: str = "lo"
     """Network devices of UCX without TLS: `lo`, a list of names, or `all`."""
     trusted_network: str | None = None
     """Network devices of UCX where TLS is on (`eth1`, `mlx5_0:1`, a list). UCX authenticates nobody: whoever reaches
     its listener there can write this process's memory, so name only a network whose every machine is trusted. Default:
-    none, and rows move between processes of one host alone, without any listener."""
+    none: UCX opens no listener and moves rows inside one host alone; to other hosts they go by stream."""
     push_timeout_seconds: float = Field(default=30.0, gt=0)
     """Deadline of a push whose request names none (L6)."""
     secret_file: Path | None = None

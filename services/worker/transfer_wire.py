@@ -125,6 +125,7 @@ def agent_to_wire(
         ],
         model=model,
         checksums=[_CHECKSUMS[kind] for kind in agent.checksums],
+        listener=agent.listener,
     )
     return signer.agent(wire)
 
@@ -160,6 +161,7 @@ def agent_from_wire(wire: common_pb2.TransferAgent, field: str, signer: Signer) 
         layout_fingerprint=wire.model.layout_fingerprint or None,
         model_fingerprint=wire.model.model_fingerprint,
         checksums=tuple(_CHECKSUM_OF[kind] for kind in wire.checksums if kind in _CHECKSUM_OF),
+        listener=wire.listener,
     )
 
 

@@ -12,6 +12,7 @@ from headrace.v1 import (
     inference_pb2,
     prefill_pb2,
     registry_pb2,
+    transfer_pb2,
 )
 
 MODULES = (
@@ -24,4 +25,5 @@ MODULES = (
     inference_pb2,
     prefill_pb2,
     registry_pb2,
+    transfer_pb2,
 )

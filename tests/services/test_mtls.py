@@ -29,7 +29,16 @@ from headrace.services.router.api_keys import KeyRole, KeysDocument, mint
 from headrace.services.router.key_stores import FileKeys
 from headrace.services.runtime.errors import HeadraceError, PermissionDenied, Unauthenticated, Unavailable
 from headrace.services.runtime.peers import Peer, PeerRole
-from headrace.v1 import cache_pb2, common_pb2, decode_pb2, encoder_pb2, inference_pb2, prefill_pb2, registry_pb2
+from headrace.v1 import (
+    cache_pb2,
+    common_pb2,
+    decode_pb2,
+    encoder_pb2,
+    inference_pb2,
+    prefill_pb2,
+    registry_pb2,
+    transfer_pb2,
+)
 from tests.proto.modules import MODULES
 from tests.services.tiny import BLOCK
 
@@ -87,6 +96,8 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
         "cache.break_even=false",
         "engine.prefix_reuse=true",
         "roles.router.front.address_file=" + str(folder / "front"),
+        # As between hosts; the encoder's rows go by shared memory, as they do inside one.
+        "roles.prefill.transfer.transport=stream",
     )
     spec = ClusterSpec(
         make("deepseek-v41-tiny", folder, 0),
@@ -121,15 +132,18 @@ def status_of(channel: grpc.Channel, method: str) -> HeadraceError:
     return typed(caught.value)
 
 
-def test_requests_are_answered_over_tls_with_images_and_rows_by_shared_memory(secured: Secured) -> None:
+def test_requests_are_answered_over_tls_with_rows_by_shared_memory_and_by_stream(secured: Secured) -> None:
     """Every hop of the way: client, router, encoder, prefill, decode, registry, events, host tiers."""
     client = identity(secured.folder, "client")
     assert ask(secured.cluster.router, client, secured.key, image=True).usage is not None
-    status = replica_status(secured.address("prefill-0"), tls=secured.cluster.tls)
-    other = replica_status(secured.address("prefill-1"), tls=secured.cluster.tls)
-    wires = {one.transport for one in (*status.transports, *other.transports)}
-    assert wires
-    assert wires <= {"cma", "shm"}
+
+    def wires(name: str) -> set[str]:
+        return {one.transport for one in replica_status(secured.address(name), tls=secured.cluster.tls).transports}
+
+    assert wires("encoder-0")
+    assert wires("encoder-0") <= {"cma", "shm"}
+    assert "stream" in wires("prefill-0") | wires("prefill-1")
+    assert wires("prefill-0") | wires("prefill-1") <= {"stream", "cma", "shm"}
 
 
 def test_every_port_gives_strangers_nothing(secured: Secured) -> None:
@@ -215,11 +229,15 @@ def test_transfer_parameters_that_nobody_signed_are_refused(secured: Secured) ->
     end = decode_pb2.EndTransferRequest(landing=landing, outcome=decode_pb2.TRANSFER_OUTCOME_QUIET)
     push = encoder_pb2.PushRequest(landing=landing, receiver=agent)
     send = cache_pb2.SendRequest(reader=agent, lease_id="x")
+    write = transfer_pb2.WriteRequest(begin=transfer_pb2.WriteBegin(landing=landing))
+    write.begin.landing.receiver.incarnation = _incarnation(secured, "decode-0")
+    write.begin.sender.replica_id = "prefill-0"
     for role, to, method, message in (
         ("router-0", "prefill-0", "PrefillService/Run", run),
         ("router-0", "decode-0", "DecodeService/EndTransfer", end),
         ("prefill-0", "encoder-0", "EncoderService/Push", push),
         ("prefill-1", "prefill-0", "CachePeerService/Send", send),
+        ("prefill-0", "decode-0", "TransferService/Write", write),
     ):
         with identity(secured.folder, role).open(secured.address(to), []) as channel:
             call: Any = channel.unary_stream(f"/headrace.v1.{method}")
@@ -228,6 +246,17 @@ def test_transfer_parameters_that_nobody_signed_are_refused(secured: Secured) ->
         error = typed(caught.value)
         assert isinstance(error, PermissionDenied), (method, error)
         assert "signed" in str(error), (method, error)
+
+
+def test_rows_are_streamed_by_those_alone_whose_rows_they_are(secured: Secured) -> None:
+    """L25: with a certificate of the cluster, but of another role, or in another's name."""
+    for role, name in (("router-0", "router-0"), ("client", "x"), ("monitor", "x"), ("prefill-0", "prefill-1")):
+        begin = transfer_pb2.WriteBegin(sender=common_pb2.PeerId(replica_id=name))
+        with identity(secured.folder, role).open(secured.address("decode-0"), []) as channel:
+            call: Any = channel.stream_unary("/headrace.v1.TransferService/Write")
+            with pytest.raises(grpc.RpcError) as caught:
+                call(iter([transfer_pb2.WriteRequest(begin=begin).SerializeToString()]), timeout=60)
+        assert isinstance(typed(caught.value), PermissionDenied), role
 
 
 def test_certificates_rotate_while_requests_run(secured: Secured) -> None:
@@ -286,6 +315,11 @@ def test_logs_hold_no_key(secured: Secured) -> None:
 def test_plain_text_clients_are_told_apart_from_a_dead_cluster(secured: Secured) -> None:
     with pytest.raises(Unavailable):
         ask(secured.cluster.router, None, secured.key)
+
+
+def _incarnation(secured: Secured, name: str) -> str:
+    """Of the running process."""
+    return next(one.peer.incarnation for one in secured.cluster.status().members if one.peer.replica_id == name)
 
 
 def _plain(port: int, opening: bytes) -> bytes | None:
