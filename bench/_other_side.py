@@ -30,12 +30,12 @@ def other_side(module: str, flag: str, *asked: object) -> Iterator[PeerDescripti
         child.wait(END_S)
 
 
-def stay(descriptor: int, make: Callable[..., TransferEngine]) -> None:
-    """The child: `make` of what was asked gives the engine; describe it and wait for the end."""
+def stay(descriptor: int, make: Callable[..., tuple[TransferEngine, Callable[[], None]]]) -> None:
+    """The child: `make` of what was asked gives the engine and what closes it; describe it and wait for the end."""
     parent = Connection(descriptor)
-    engine = make(*parent.recv())
+    engine, close = make(*parent.recv())
     parent.send(engine.describe())
     try:
         parent.recv()
     except EOFError:
-        engine.close()
+        close()

@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from bench._other_side import other_side, stay
 from bench._report import JsonValue, Report, Scalar, arguments, emit, positive
-from headrace.kvcache.transfer.base import TransferSettings
+from headrace.kvcache.transfer.base import TransferEngine, TransferSettings
 from headrace.kvcache.transfer.copies import Direction, Span
 from headrace.kvcache.transfer.nixl import NixlTransferEngine
 from headrace.kvcache.transfer.regions import MemoryRegion, RegionRole
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     if options.serve is not None:
-        stay(options.serve, lambda wire, most: make_side(wire, most)[0])
+        stay(options.serve, make_served)
         return
     emit(measure(WIRES, COUNTS, options.repeat), as_json=options.json)
 
@@ -96,6 +96,12 @@ def measure_wire(wire: str, counts: Sequence[int], repeat: int) -> list[dict[str
             )
     engine.close()
     return table
+
+
+def make_served(wire: str, most: int) -> tuple[TransferEngine, Callable[[], None]]:
+    """Of the child: its engine, and what closes it."""
+    engine = make_side(wire, most)[0]
+    return engine, engine.close
 
 
 def make_side(wire: str, most: int) -> tuple[NixlTransferEngine, torch.Tensor]:

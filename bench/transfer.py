@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from bench._other_side import other_side, stay
 from bench._report import JsonValue, Report, Scalar, arguments, emit, positive
+from bench._streams import RECEIVER, SENDER, StreamEnd, make_certificates
 from headrace.kvcache.checksum import checksums
 from headrace.kvcache.handle import ChecksumKind, Handle, LandingPart
-from headrace.kvcache.transfer.base import PeerDescription, TransferSettings
+from headrace.kvcache.transfer.base import PeerDescription, TransferEngine, TransferSettings
 from headrace.kvcache.transfer.nixl import NixlTransferEngine
 from headrace.kvcache.transfer.pushes import RowMove
 from headrace.kvcache.transfer.regions import MemoryRegion, RegionRole
@@ -45,7 +48,8 @@ CASES = (
     Case("deepseek_v41", 114_048, (1, 8, 64, 512)),
     Case("smollm2_v3", 3_440_640, (1, 4, 16)),
 )
-WIRES = ("cma", "tcp")
+WIRES = ("cma", "tcp", "stream")
+"""`stream` is the fallback between hosts under mutual TLS: messages to the receiver's own port."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -97,13 +101,20 @@ def measure(wires: Sequence[str], repeat: int) -> Report:
 
 def measure_case(case: Case, wire: str, repeat: int) -> list[dict[str, Scalar]]:
     """Rows of the table for one layout on one wire."""
+    with tempfile.TemporaryDirectory() as folder:
+        if wire == "stream":
+            make_certificates(Path(folder))
+        return _measure(case, wire, repeat, folder)
+
+
+def _measure(case: Case, wire: str, repeat: int, folder: str) -> list[dict[str, Scalar]]:
     most = max(case.counts)
-    engine = make_engine(wire)
+    engine, close = make_engine(wire, folder, SENDER)
     pool = torch.full((2 * most, case.row_bytes), 7, dtype=torch.uint8)
     copy = torch.zeros_like(pool)
     engine.register(MemoryRegion("pool", pool))
     table: list[dict[str, Scalar]] = []
-    with other_side("bench.transfer", "--receive", case, wire) as description:
+    with other_side("bench.transfer", "--receive", case, wire, folder) as description:
         found = engine.connect(description).result(60)
         for count in case.counts:
             sources = tuple(range(0, 2 * count, 2))
@@ -138,17 +149,22 @@ def measure_case(case: Case, wire: str, repeat: int) -> list[dict[str, Scalar]]:
                     "ratio_wire": round(memcpy / max(push - summing, 1e-9), 3),
                 }
             )
-    engine.close()
+    close()
     return table
 
 
-def make_engine(wire: str) -> NixlTransferEngine:
-    return NixlTransferEngine(
+def make_engine(wire: str, folder: str, name: str) -> tuple[TransferEngine, Callable[[], None]]:
+    """The engine of one end, and what closes it. `folder`: of certificates; `name`: which of them."""
+    if wire == "stream":
+        end = StreamEnd(Path(folder), name, LAYOUT, MODEL)
+        return end.engine, end.close
+    engine = NixlTransferEngine(
         incarnation=uuid.uuid4().hex,
         layout_fingerprint=LAYOUT,
         model_fingerprint=MODEL,
         settings=TransferSettings(allowed_transports=frozenset({wire})),
     )
+    return engine, engine.close
 
 
 def make_handle(peer: PeerDescription, case: Case, transfer_id: str, rows: tuple[int, ...]) -> Handle:
@@ -167,12 +183,12 @@ def make_handle(peer: PeerDescription, case: Case, transfer_id: str, rows: tuple
     )
 
 
-def make_receiver(case: Case, wire: str) -> NixlTransferEngine:
-    """Of the child: an engine with landing rows for the case."""
-    engine = make_engine(wire)
+def make_receiver(case: Case, wire: str, folder: str) -> tuple[TransferEngine, Callable[[], None]]:
+    """Of the child: an engine with landing rows for the case, and what closes it."""
+    engine, close = make_engine(wire, folder, RECEIVER)
     landing = torch.zeros((max(case.counts), case.row_bytes), dtype=torch.uint8)
     engine.register(MemoryRegion("landing", landing, RegionRole.LANDING_ROWS))
-    return engine
+    return engine, close
 
 
 if __name__ == "__main__":

@@ -38,6 +38,10 @@ class OutboundStream(Protocol):
 class RowWire(Protocol):
     """Used on one event loop."""
 
+    @property
+    def message_bytes(self) -> int:
+        """Most bytes of rows in one message: what a cancelled push may still have on the wire."""
+
     async def greet(self, peer: PeerDescription, timeout_s: float) -> None:
         """The listener is there and of this cluster. Raises PeerLost."""
 

@@ -39,8 +39,6 @@ from headrace.kvcache.transfer.wire_job import PushState
 
 _LOG = logging.getLogger(__name__)
 TURNS = 2
-PIECE_BYTES = 1 << 20
-"""Of one message: what a cancelled push may still have on the wire."""
 READY_POLL_S = 0.001
 NOTICE_TIMEOUT_S = 5.0
 
@@ -212,22 +210,22 @@ class StreamSender:
 
     def _pieces(self, job: _Job) -> Iterator[list[RowPiece]]:
         """The rows, a message at a time, summed as they are read."""
-        kind = job.push.handle.checksum_kind
+        kind, most = job.push.handle.checksum_kind, self._wire.message_bytes
         for route in job.routes:
             sums: list[int] = []
             job.sums.append(sums)
             move, size = route.move, route.source.item_bytes
-            step = max(1, PIECE_BYTES // size)
+            step = max(1, most // size)
             for first in range(0, len(move.source_items), step):
                 sources = move.source_items[first : first + step]
                 rows = _read(route.source, sources, kind, sums)
                 targets = move.target_items[first : first + step]
-                if size <= PIECE_BYTES:
+                if size <= most:
                     yield [RowPiece(move.target, item, 0, data) for item, data in zip(targets, rows, strict=True)]
                     continue
                 for item, data in zip(targets, rows, strict=True):
-                    for offset in range(0, size, PIECE_BYTES):
-                        yield [RowPiece(move.target, item, offset, data[offset : offset + PIECE_BYTES])]
+                    for offset in range(0, size, most):
+                        yield [RowPiece(move.target, item, offset, data[offset : offset + most])]
 
     def _cut(self, job: _Job, error: TransferError) -> None:
         if job.task is not None and not job.task.done():

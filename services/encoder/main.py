@@ -29,6 +29,7 @@ from headrace.services.runtime.registry.base import Capacity, Rank, Replica
 from headrace.services.runtime.settings_load import SettingsError
 from headrace.services.worker.channels import Channels
 from headrace.services.worker.loads import publish_loads
+from headrace.services.worker.reports import transport_statuses
 from headrace.services.worker.signing import Signer
 from headrace.services.worker.transfer_host import open_transfer
 from headrace.services.worker.transfer_wire import agent_to_wire
@@ -88,6 +89,7 @@ async def _start(settings: EncoderSettings, folder: Path, life: Lifecycle) -> No
             requests=conservation(servicer.live),
             pools=(pool, leases),
             loads=(_load_report(cache, encoder),),
+            transports=transport_statuses(transfer.stats()),
             problems=cache.integrity() if check else (),
         )
 

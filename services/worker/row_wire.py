@@ -23,6 +23,7 @@ from headrace.services.worker.signing import Signer
 from headrace.services.worker.transfer_wire import handle_to_wire
 from headrace.v1 import common_pb2, transfer_pb2, transfer_pb2_grpc
 
+MESSAGE_BYTES: Final = 1 << 20
 WRITE_FAILED: Final = (grpc.StatusCode.INTERNAL, "Internal error from Core")
 """What gRPC says of a call whose write failed, until the call's own status has come."""
 STATUS_TRIES: Final = 20
@@ -32,10 +33,19 @@ STATUS_WAIT_S: Final = 0.01
 class GrpcRowWire(RowWire):
     """Streams of one process. The channel checks that the receiver is of this cluster, the receiver who sends."""
 
-    def __init__(self, sender: common_pb2.PeerId, channels: Channels, signer: Signer) -> None:
+    def __init__(
+        self, sender: common_pb2.PeerId, channels: Channels, signer: Signer, max_message_bytes: int = MESSAGE_BYTES
+    ) -> None:
+        """`max_message_bytes`: what both ends of a channel take."""
+        self._message_bytes = min(MESSAGE_BYTES, max_message_bytes // 2)
         self._sender = sender
         self._channels = channels
         self._signer = signer
+
+    @property
+    def message_bytes(self) -> int:
+        """See RowWire."""
+        return self._message_bytes
 
     async def greet(self, peer: PeerDescription, timeout_s: float) -> None:
         """See RowWire."""

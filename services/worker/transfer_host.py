@@ -29,7 +29,7 @@ def open_transfer(
     transfer = RoutedTransferEngine(
         LocalIdentity(process.life.incarnation, 0, layout_fingerprint, model_fingerprint),
         settings.engine_settings(tls=process.tls is not None),
-        GrpcRowWire(process.peer, channels, signer),
+        GrpcRowWire(process.peer, channels, signer, int(process.settings.rpc.max_message_bytes)),
         Mode(settings.transport),
     )
     process.life.on_close("transfer", partial(asyncio.to_thread, transfer.close))

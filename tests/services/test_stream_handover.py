@@ -110,7 +110,7 @@ async def test_a_frozen_sender_spoils_nothing_and_a_dead_one_leaves_nothing(
     frozen = await driver.freeze_in_push(make_request("frozen", prompt_of("frozen", 600)))
     driver.stream.forget(frozen.id)
     async with asyncio.timeout(PATIENCE_S):
-        while (await driver.decode.status()).requests.live:
+        while (await driver.decode.status()).requests.live:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     request = make_request("next", prompt_of("next", 200))
     async with attached(v3_cluster["prefill"], driver.decode, v3_cluster["prefill"].peer) as other:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from headrace.kvcache.transfer.wire import Envelope, encode_envelope
 from headrace.services.runtime.ids import new_incarnation
 from headrace.services.runtime.registry.base import Rank, Replica, Role
 from headrace.services.runtime.registry.embedded import EmbeddedRegistry
-from headrace.services.worker.senders import SenderWatch
+from headrace.services.worker.senders import LEFT_S, SenderWatch
 from headrace.v1 import common_pb2
 
 PATIENCE_S = 60.0
@@ -104,6 +105,32 @@ async def test_a_stopped_process_is_a_suspect_until_it_is_dead(child: subprocess
             assert await one.dead.get() == member.incarnation
         assert one.watch.suspects == 0
         assert one.dead.empty()
+
+
+async def test_one_that_cannot_be_looked_at_is_given_up_when_it_stays_away() -> None:
+    """L6: another host's process has left; only when it does not come back are its streams closed."""
+    now, left = [0.0], []
+
+    def on_left(incarnation: str, *, elsewhere: bool) -> int:
+        left.append((incarnation, elsewhere))
+        return 1
+
+    async with watched() as one:
+        one.watch._on_left, one.watch._monotonic = on_left, lambda: now[0]
+        back, gone = (replica(agent_of(ProcessIdentity(f"boot-{i}", "pid:[1]", i, 1))) for i in (1, 2))
+        gone = replace(gone, id="prefill-2")
+        await one.leave(back)
+        await one.until(lambda: one.watch.suspects == 1)
+        returned = await one.registry.register(back, 60.0)
+        await one.until(lambda: one.watch.suspects == 0)
+        await one.leave(gone)
+        await one.until(lambda: one.watch.suspects == 1)
+        assert not left
+        now[0] = LEFT_S
+        await one.until(lambda: one.watch.suspects == 0)
+        assert left == [(gone.incarnation, True)]
+        assert one.dead.empty()
+        await returned.release()
 
 
 async def test_of_another_host_nothing_is_known(child: subprocess.Popen[bytes]) -> None:

@@ -85,32 +85,31 @@ async def test_handles_that_are_not_the_grant_write_nothing() -> None:
         assert not one.receiver.notices
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda first, foreign: [rows(piece(foreign, 0, 1000))],
-        lambda first, foreign: [rows(piece(first, 8, 1000))],
-        lambda first, foreign: [rows(piece(first, 0, ROW + 1))],
-        lambda first, foreign: [rows(piece(first, 0, 0))],
-        lambda first, foreign: [rows(piece(99, 0, 1000))],
-        lambda first, foreign: [rows(piece(0, 0, 1000, slot=True))],
-        lambda first, foreign: [transfer_pb2.WriteRequest()],
-        lambda first, foreign: [transfer_pb2.WriteRequest(end=transfer_pb2.WriteEnd(complete=True, bytes=1))],
-    ],
+WRONG: tuple[Callable[[int, int], transfer_pb2.WriteRequest], ...] = (
+    lambda first, foreign: rows(piece(foreign, 0, 1000)),
+    lambda first, foreign: rows(piece(first, 8, 1000)),
+    lambda first, foreign: rows(piece(first, 0, ROW + 1)),
+    lambda first, foreign: rows(piece(first, 0, 0)),
+    lambda first, foreign: rows(piece(99, 0, 1000)),
+    lambda first, foreign: rows(piece(0, 0, 1000, slot=True)),
+    lambda first, foreign: transfer_pb2.WriteRequest(),
+    lambda first, foreign: transfer_pb2.WriteRequest(end=transfer_pb2.WriteEnd(complete=True, bytes=1)),
 )
-async def test_bytes_outside_the_grant_end_the_transfer_unwritten(
-    wrong: Callable[[int, int], list[transfer_pb2.WriteRequest]],
-) -> None:
+
+
+async def test_bytes_outside_the_grant_end_the_transfer_unwritten() -> None:
     """L1, L7: foreign rows, gaps, more than a row, slots that were not granted, claims that are not so."""
     async with pair() as one:
-        handle, other = one.grant("r", 2), one.grant("other", 2)
-        messages = wrong(handle.landing_rows[0], other.landing_rows[0])
-        assert isinstance(await refused(one, begin(one, handle), *messages), InvalidArgument)
-        one.receiver.assert_untouched()
-        assert not (await one.receiver.noticed(handle)).nbytes
-        late = await refused(one, begin(one, handle), rows(piece(handle.landing_rows[0], 0, 1000)))
-        assert isinstance(late, NotFound)
-        one.receiver.assert_untouched()
+        other = one.grant("other", 2)
+        for index, wrong in enumerate(WRONG):
+            handle = one.grant(f"r{index}", 2)
+            message = wrong(handle.landing_rows[0], other.landing_rows[0])
+            assert isinstance(await refused(one, begin(one, handle), message), InvalidArgument), index
+            assert not (await one.receiver.noticed(handle)).nbytes
+            late = await refused(one, begin(one, handle), rows(piece(handle.landing_rows[0], 0, 1000)))
+            assert isinstance(late, NotFound), index
+            one.receiver.assert_untouched()
+        assert one.receiver.transfer.inbound.open_transfers == 1
 
 
 async def test_a_byte_is_written_once_and_a_row_is_whole() -> None:
