@@ -175,7 +175,7 @@ class _Answer:
                         raise Internal("the answer came without its end; repeat the request")
                     name, document = final
                     document["response"] = await self._completed(document["response"], item)
-                    yield frame(document, name)
+                    yield frame(document, name) + b"data: [DONE]\n\n"
                     return
                 out = b""
                 for event in item[1]:
@@ -216,13 +216,14 @@ class _Answer:
         told = body_of(error, "openai", "", "responses")["error"]
         response = {**self._last, "status": "failed", "error": {"code": "server_error", "message": told["message"]}}
         document = {"type": "response.failed", "response": response, "sequence_number": self._sequence}
-        return frame(document, "response.failed")
+        return frame(document, "response.failed") + b"data: [DONE]\n\n"
 
     def _own(self, response: dict[str, Any]) -> dict[str, Any]:
         """With what deepseek-recipe does not know."""
         response |= {name: self._body[name] for name in _ECHOED if self._body.get(name) is not None}
         response["previous_response_id"] = self._body.get("previous_response_id")
         response["store"] = self._wanted
+        response["text"]["verbosity"] = response["text"].get("verbosity") or "medium"  # it has no null
         if self._body.get("parallel_tool_calls") is False:
             response["parallel_tool_calls"] = False
         return response
