@@ -133,7 +133,6 @@ def make_call(api: Api, body: Body, upstream: Upstream, model: inference_pb2.Mod
     constraint = constraint_of(api.response_format(given), converted, conversation, rendered, upstream.assets.tokenizer)
     if constraint is not None:
         request.constraint.CopyFrom(constraint)
-        request.constraint.after_reasoning = bool(conversation.thinking_mode)
     identifier = api.id_prefix + new_request_id()
 
     def parsing() -> recipe.ParsingOptions:
