@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -27,7 +27,7 @@ from typing import Final, Self
 import headrace
 from headrace.cli.certificates import files_of, issue, make_authority, own_hosts
 from headrace.cli.child import Child, ChildSpec, address_file, describe_end
-from headrace.cli.client import RouterClient, replica_is_ready
+from headrace.cli.client import RouterClient, replica_is_ready, replica_status
 from headrace.cli.client_tls import OPERATOR, TLS_FOLDER, ClientTls, identity
 from headrace.cli.cluster_memory import WorkerMemory, device_of, gpu_free_bytes, plan_memory
 from headrace.cli.cluster_spec import ClusterSpec, role_of, router_store_sets, user_sets
@@ -177,10 +177,11 @@ class LocalCluster:
         self.settle(self._start_seconds)
 
     def settle(self, seconds: float) -> None:
-        """Wait until all children are ready and known to the router in their present lives. Raises as `restart`."""
+        """Wait until all children are ready and known to the router in their present lives; a worker that somebody has
+        drained is taken as it is. Raises as `restart`."""
         deadline = time.monotonic() + seconds
         self._until(self._all_ready, deadline, "all replicas to be ready")
-        self._until(self._all_members, deadline, "the router to know all replicas")
+        self._until(partial(self._all_members, drained=True), deadline, "the router to know all replicas")
 
     def _registry_set(self) -> str:
         return f"registry.address={self.router}"
@@ -285,13 +286,22 @@ class LocalCluster:
                 self.ready.add(child.name)
         return len(self.ready) == len(self.children)
 
-    def _all_members(self) -> bool:
+    def _all_members(self, *, drained: bool = False) -> bool:
         try:
             members = self.client.status().members
         except HeadraceError:
             return False
         ready = {(one.peer.replica_id, one.pid) for one in members if one.state == registry_pb2.REPLICA_STATE_READY}
-        return ready.issuperset((child.name, child.pid) for child in self.children[1:])
+        missing = [child for child in self.children[1:] if (child.name, child.pid) not in ready]
+        return all(drained and self._is_drained(child) for child in missing)
+
+    def _is_drained(self, child: Child) -> bool:
+        """By its own word: a router that came after the drain does not know it."""
+        try:
+            status = replica_status(child.address or "", tls=self.tls)
+        except HeadraceError:
+            return False
+        return status.replica.state == registry_pb2.REPLICA_STATE_DRAINING
 
     def _until(self, done: Callable[[], bool], deadline: float, what: str) -> None:
         while not done():

@@ -18,6 +18,7 @@ from headrace.cli import state
 from headrace.cli.cluster_spec import ClusterSpec, role_of
 from headrace.cli.exits import CliError, Exit
 from headrace.cli.local_cluster import LocalCluster
+from headrace.v1 import registry_pb2
 
 REQUEST: Final = "restart.json"
 POLL_SECONDS: Final = 0.1
@@ -53,7 +54,8 @@ def plan(spec: ClusterSpec, wanted: Sequence[str] = (), *, with_router: bool = F
 
 
 def roll(cluster: LocalCluster, what: Plan, tell: Callable[[str, str], None]) -> None:
-    """Restart one replica at a time, each only when all others are ready. `tell` gets (event, replica).
+    """Restart one replica at a time, each only when all others are ready, or drained by somebody who knows why. `tell`
+    gets (event, replica).
 
     Raises ChildFailed, CliError; what was not restarted by then runs on.
     """
@@ -67,10 +69,19 @@ def roll(cluster: LocalCluster, what: Plan, tell: Callable[[str, str], None]) ->
 
 
 def _require_another(cluster: LocalCluster, name: str) -> None:
-    """Roles may have been changed since the start (`headrace role`). Raises CliError."""
-    members = {one.peer.replica_id: one for one in cluster.status().members}
-    if name in members and not any(one.role == members[name].role for other, one in members.items() if other != name):
-        raise CliError(f"{name} is alone in its role now; change a role back, or say --allow-gap", Exit.FAILED)
+    """Roles may have been changed since the start (`headrace role`), and workers drained. Raises CliError."""
+    ready = {
+        one.peer.replica_id: one.role
+        for one in cluster.status().members
+        if one.state == registry_pb2.REPLICA_STATE_READY
+    }
+    # One that takes no requests is missed by none.
+    if name in ready and not any(role == ready[name] for other, role in ready.items() if other != name):
+        raise CliError(
+            f"{name} is alone in its role now; change a role back, let drained workers take work again, or say "
+            "--allow-gap",
+            Exit.FAILED,
+        )
 
 
 # --- the launcher's side ---------------------------------------------------------------------------------------

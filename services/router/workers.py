@@ -169,6 +169,9 @@ class Workers:
         """Send nothing new there. A worker that drains keeps its streams; one that is gone loses everything."""
         self.fleet.remove(replica.id, replica.incarnation)
         if not gone:
+            worker = self._workers.get((replica.id, replica.incarnation))
+            if worker is not None:
+                worker.replica = replica
             return
         worker = self._workers.pop((replica.id, replica.incarnation), None)
         self._broken.discard((replica.id, replica.incarnation))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -144,6 +145,22 @@ def test_a_drain_hands_over_and_is_undone(cluster: LocalCluster) -> None:
         drain_replica(member.endpoint, resume=True)
         cluster.settle(60)
     assert load.failures == []
+
+
+def test_a_drained_worker_is_restarted_as_it_is(cluster: LocalCluster) -> None:
+    """A drained one holds nothing up; and the only one beside it that takes requests is not restarted."""
+    member = next(one for one in cluster.status().members if one.peer.replica_id == "decode-0")
+    drain_replica(member.endpoint, wait_s=0)
+    deadline = time.monotonic() + 60
+    while "decode-0" in roles(cluster):
+        assert time.monotonic() < deadline, "the router does not hear of the drain"
+        time.sleep(0.05)
+    with pytest.raises(CliError, match="alone in its role now"):
+        roll(cluster, plan(cluster.spec, ("decode-1",)), lambda event, name: None)
+    before = cluster.child("decode-0").pid
+    roll(cluster, plan(cluster.spec, ("decode-0",)), lambda event, name: None)
+    assert cluster.child("decode-0").pid != before
+    assert "decode-0" in roles(cluster)
 
 
 def test_the_last_one_of_a_role_stays(cluster: LocalCluster) -> None:
