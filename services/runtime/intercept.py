@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final
@@ -58,6 +59,14 @@ class CallGuard(grpc.aio.ServerInterceptor):
         self._handlers: dict[str, tuple[Any, grpc.RpcMethodHandler[Any, Any]]] = {}
         metrics.live_sets("rpc", "Calls served", ("method",), lambda: {(m,): s for m, s in tuple(self._calls.items())})
         self._seconds = metrics.histogram("rpc_seconds", "Duration of calls served", ("method",))
+        self._messages: Counter[str] = Counter()
+        """Messages that were of the method's type and went to its handler, by method."""
+        metrics.counts(
+            "rpc_messages",
+            "Messages that a handler was given",
+            ("method",),
+            lambda: {(method,): number for method, number in tuple(self._messages.items())},
+        )
         self._timed: dict[str, Histogram] = {}
         """Of each method, since labels are looked up slowly."""
 
@@ -87,7 +96,10 @@ class CallGuard(grpc.aio.ServerInterceptor):
         if not streams and not inspect.iscoroutinefunction(behaviour):
             raise TypeError(f"{method}: a handler must be async")
 
-        read = _reader(handler.request_deserializer, streaming=bool(handler.request_streaming))
+        def taken() -> None:
+            self._messages[method] += 1
+
+        read = _reader(handler.request_deserializer, taken, streaming=bool(handler.request_streaming))
 
         async def respond(request: Any, context: _Context) -> Any:
             async with self._around(method, context):
@@ -169,14 +181,19 @@ class CallGuard(grpc.aio.ServerInterceptor):
         return typed
 
 
-def _reader(deserialize: Callable[[bytes], Any] | None, *, streaming: bool) -> Callable[[Any], Any]:
-    """Bytes to messages inside the call, where bytes that are no message get a typed answer; gRPC's own is UNKNOWN."""
+def _reader(
+    deserialize: Callable[[bytes], Any] | None, taken: Callable[[], None], *, streaming: bool
+) -> Callable[[Any], Any]:
+    """Bytes to messages inside the call, where bytes that are no message get a typed answer; gRPC's own is UNKNOWN.
+    `taken` is told of every one that is a message."""
 
     def one(data: bytes) -> Any:
         try:
-            return data if deserialize is None else deserialize(data)
+            message = data if deserialize is None else deserialize(data)
         except DecodeError as error:
             raise errors.InvalidArgument(f"the request is not the message this call takes: {error}") from error
+        taken()
+        return message
 
     async def many(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         async for data in requests:

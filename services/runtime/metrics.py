@@ -70,6 +70,18 @@ class Metrics:
 
         self.registry.register(_Collected(collect, (GaugeMetricFamily(full, text, labels=labels),)))
 
+    def counts(self, name: str, text: str, labels: Sequence[str], read: Callable[[], Mapping[Labels, int]]) -> None:
+        """Counters headrace_NAME_total by label values, kept by `read`'s owner and read at each scrape."""
+        full = f"{NAMESPACE}_{name}"
+
+        def collect() -> Iterable[Metric]:
+            family = CounterMetricFamily(full, text, labels=labels)
+            for values, number in read().items():
+                family.add_metric(values, number)
+            yield family
+
+        self.registry.register(_Collected(collect, (CounterMetricFamily(full, text, labels=labels),)))
+
     def live_set(self, name: str, text: str, live: LiveSet[Any]) -> None:
         """Three series of a live set: headrace_NAME_live, headrace_NAME_accepted_total, headrace_NAME_ended_total."""
         self.live_sets(name, text, (), lambda: {(): live})

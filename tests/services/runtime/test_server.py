@@ -151,6 +151,19 @@ async def test_bytes_that_are_no_message_get_a_typed_answer(rig: Rig) -> None:
     assert isinstance(await _error(check(b"\xff\xff\xff")), errors.InvalidArgument)
     reflect = rig.channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
     assert isinstance(await _error(reflect(iter([b"\xff\xff\xff"])).read()), errors.InvalidArgument)
+    # What no handler saw is not counted as seen by one.
+    assert rig.metrics.value("headrace_rpc_messages_total", method="/grpc.health.v1.Health/Check") is None
+
+
+async def test_messages_that_reach_a_handler_are_counted(rig: Rig) -> None:
+    full = f"/{DESCRIPTOR.full_name}"
+    await rig.unary(b"x")
+    await rig.channel.stream_unary(f"{full}/Collect")(iter([b"a", b"b", b"c"]))
+    assert rig.metrics.value("headrace_rpc_messages_total", method=f"{full}/Unary") == 1
+    assert rig.metrics.value("headrace_rpc_messages_total", method=f"{full}/Collect") == 3
+    await rig.server.refuse_admission()
+    await _error(rig.unary(b"x"))
+    assert rig.metrics.value("headrace_rpc_messages_total", method=f"{full}/Unary") == 1
 
 
 async def test_a_lower_layers_error_is_translated(rig: Rig) -> None:
