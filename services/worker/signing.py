@@ -25,7 +25,9 @@ MIN_SECRET_CHARACTERS: Final = 32
 SKEW_S: Final = 60.0
 """How far apart the clocks of two hosts may be: a handle is good for so long beyond its deadline."""
 RELOAD_S: Final = 1.0
-_ABSENT: Final = (1 << 64) - 1
+_ALL_ONES: Final = (1 << 64) - 1
+"""Numbers are signed in two's complement: an enum from the wire may be negative."""
+_ABSENT: Final = _ALL_ONES
 _log = logs.get(__name__)
 
 
@@ -152,13 +154,13 @@ def derive(secret: str) -> bytes:
 def _mac(key: bytes, fields: Iterator[bytes | int]) -> bytes:
     parts: list[bytes] = []
     for field in fields:
-        data = field.to_bytes(8, "little") if isinstance(field, int) else field
+        data = (field & _ALL_ONES).to_bytes(8, "little") if isinstance(field, int) else field
         parts += (len(data).to_bytes(8, "little"), data)
     return hmac.digest(key, b"".join(parts), "sha256")
 
 
 def _numbers(values: Iterable[int]) -> bytes:
-    return array("Q", values).tobytes()
+    return array("Q", [value & _ALL_ONES for value in values]).tobytes()
 
 
 def _peer(peer: common_pb2.PeerId) -> tuple[bytes, bytes]:

@@ -232,3 +232,19 @@ def test_no_transfer_parameter_can_come_in_at_the_edge() -> None:
         walk(method.input_type)
     assert "headrace.v1.Prompt" in seen
     assert not {f"headrace.v1.{name}" for name in INTERNAL} & seen
+
+
+def test_negative_numbers_are_refused_like_other_changes() -> None:
+    """L13: an enum of a message may be any 32-bit number."""
+    signer = Signer(SECRETS)
+    wire, other = signer.handle(handle()), signer.agent(agent())
+    wire.payload = -1  # type: ignore[assignment]
+    other.regions[0].memory = -(2**31)  # type: ignore[assignment]
+    with pytest.raises(PermissionDenied):
+        signer.check_handle(wire, "landing", fresh=False)
+    with pytest.raises(PermissionDenied):
+        signer.check_agent(other, "agent")
+    other.CopyFrom(agent())
+    other.checksums.append(-1)  # type: ignore[arg-type]
+    with pytest.raises(PermissionDenied):
+        signer.check_agent(other, "agent")
