@@ -7,7 +7,7 @@ after a canary request went through what the process serves, and no longer once 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Any, Final
 
 from grpc_health.v1 import health, health_pb2
 
@@ -19,11 +19,20 @@ READY: Final = "ready"
 _log = logs.get(__name__)
 
 
+class _Servicer(health.aio.HealthServicer):
+    """The package's, with the call that it lacks."""
+
+    async def List(self, request: health_pb2.HealthListRequest, context: Any) -> health_pb2.HealthListResponse:
+        """The status of every name."""
+        statuses = {name: health_pb2.HealthCheckResponse(status=status) for name, status in self._server_status.items()}
+        return health_pb2.HealthListResponse(statuses=statuses)
+
+
 class Health:
     """The health of one process; `servicer` is added to its gRPC server."""
 
     def __init__(self) -> None:
-        self.servicer = health.aio.HealthServicer()
+        self.servicer = _Servicer()
         self._ready = False
         self._ended = False
         self.reason = "the canary has not run"

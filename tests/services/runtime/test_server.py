@@ -155,6 +155,15 @@ async def test_bytes_that_are_no_message_get_a_typed_answer(rig: Rig) -> None:
     assert rig.metrics.value("headrace_rpc_messages_total", method="/grpc.health.v1.Health/Check") is None
 
 
+async def test_health_lists_what_it_knows(rig: Rig) -> None:
+    answer = await rig.channel.unary_unary("/grpc.health.v1.Health/List")(b"")
+    listed = health_pb2.HealthListResponse.FromString(answer).statuses
+    assert {name: one.status for name, one in listed.items()} == {
+        "": health_pb2.HealthCheckResponse.SERVING,
+        READY: health_pb2.HealthCheckResponse.NOT_SERVING,
+    }
+
+
 async def test_messages_that_reach_a_handler_are_counted(rig: Rig) -> None:
     full = f"/{DESCRIPTOR.full_name}"
     await rig.unary(b"x")
