@@ -8,8 +8,8 @@ from what has arrived; if that fails, or decode is silent for too long, its requ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, suppress
 
 import grpc.aio
 
@@ -178,7 +178,9 @@ class DecodeLink:
         """One stream to its end: why it ended, and whether decode stalled."""
         loop = asyncio.get_running_loop()
         self._heard = loop.time()
-        call = self._stub.Attach(self._messages())
+        call = self._stub.Attach()
+        # A task of this link's own: one that gRPC starts for an iterator waits for ever where there is no connection.
+        talk = asyncio.create_task(self._talk(call), name="decode-words")
         watch = asyncio.create_task(self._watch(call), name="decode-silence")
         try:
             async for response in call:
@@ -195,7 +197,15 @@ class DecodeLink:
         finally:
             watch.cancel()
             call.cancel()
+            talk.cancel()
+            await asyncio.gather(talk, return_exceptions=True)
         return "the decode replica closed the stream", False
+
+    async def _talk(self, call: grpc.aio.StreamStreamCall[decode_pb2.AttachRequest, decode_pb2.AttachResponse]) -> None:
+        """Says everything that is to be said, until the stream ends, of which its reader hears."""
+        async with aclosing(self._messages()) as messages:
+            async for message in messages:
+                await call.write(message)
 
     async def _watch(
         self, call: grpc.aio.StreamStreamCall[decode_pb2.AttachRequest, decode_pb2.AttachResponse]
@@ -208,7 +218,7 @@ class DecodeLink:
                 self._heard = loop.time()
         call.cancel()
 
-    async def _messages(self) -> AsyncIterator[decode_pb2.AttachRequest]:
+    async def _messages(self) -> AsyncGenerator[decode_pb2.AttachRequest, None]:
         """All live requests first, and again every `renew_s`; in between, as soon as they wait, cancels and the
         requests that got more credit: with a thousand live ones, naming all at every grant would be most of the work.
         """

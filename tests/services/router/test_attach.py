@@ -206,3 +206,30 @@ async def test_an_adopted_request_says_what_it_has_once() -> None:
         link.keep(feed)
         (named,) = (await decode.next()).requests
         assert not named.received_tokens
+
+
+async def test_a_decode_that_cannot_be_reached_leaves_no_task_behind() -> None:
+    """L6: each try to open the stream ends with all that it began."""
+    channel = grpc.aio.insecure_channel("0.0.0.1:9")  # nowhere, which is known at once
+    broken = asyncio.Event()
+    link = DecodeLink(
+        common_pb2.PeerId(replica_id="router"),
+        channel,
+        renew_s=1e4,
+        silence_s=1e4,
+        credit_tokens=8,
+        on_load=lambda load: None,
+        on_broken=lambda _: broken.set(),
+    )
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            for _ in range(3):
+                await broken.wait()
+                broken.clear()
+    finally:
+        await link.stop()
+        await channel.close()
+    left = [
+        task for task in asyncio.all_tasks() if "consume_request_iterator" in repr(task) or "decode" in task.get_name()
+    ]
+    assert not left
