@@ -240,8 +240,9 @@ class LeaseLostError(RegistryError):
 def check_compatible(replica: Replica, living: Iterable[Replica]) -> None:
     """Raise IncompatibleReplicaError when `replica` cannot exchange rows with those who serve its model name (L14).
 
-    Engine roles of one model name must have equal layout_fp and model_fp; an encoder's model_fp must be theirs too. An
-    earlier incarnation of the same id does not count: it is being replaced. The first member decides.
+    Engine roles of one model name must have equal layout_fp, row_fp, model_fp, block_tokens and context_tokens, since
+    the router asks any one of them; an encoder's model_fp must be theirs too. An earlier incarnation of the same id
+    does not count: it is being replaced. The first member decides.
     """
     if replica.role in ENGINE_ROLES and not (replica.model_name and replica.layout_fp and replica.model_fp):
         raise IncompatibleReplicaError(f"a {replica.role} replica needs model_name, layout_fp and model_fp to register")
@@ -250,16 +251,26 @@ def check_compatible(replica: Replica, living: Iterable[Replica]) -> None:
     for other in living:
         if other.model_name != replica.model_name or other.id == replica.id:
             continue
-        pairs = [("model_fp", replica.model_fp, other.model_fp)]
+        pairs: list[tuple[str, bytes | int, bytes | int]] = [("model_fp", replica.model_fp, other.model_fp)]
         if replica.role in ENGINE_ROLES and other.role in ENGINE_ROLES:
-            pairs.append(("layout_fp", replica.layout_fp, other.layout_fp))
-        for name, mine, theirs in pairs:
-            if mine != theirs:
+            mine, theirs = replica.capacity, other.capacity
+            pairs += [
+                ("layout_fp", replica.layout_fp, other.layout_fp),
+                ("row_fp", replica.row_fp, other.row_fp),
+                ("block_tokens", mine.block_tokens, theirs.block_tokens),
+                ("context_tokens", mine.context_tokens, theirs.context_tokens),
+            ]
+        for name, one, another in pairs:
+            if one != another:
                 raise IncompatibleReplicaError(
-                    f"{replica.role} {replica.id}: {name} {mine.hex()[:16]}… differs from {theirs.hex()[:16]}… of "
+                    f"{replica.role} {replica.id}: {name} {_short(one)} differs from {_short(another)} of "
                     f"{other.role} {other.id}, which serves the same model name {replica.model_name!r}; start it with "
                     "the same model folder and cache settings, or under another model name"
                 )
+
+
+def _short(value: bytes | int) -> str:
+    return str(value) if isinstance(value, int) else f"{value.hex()[:16]}…"
 
 
 def check_update(old: Replica, new: Replica) -> None:

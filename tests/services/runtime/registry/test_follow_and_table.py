@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from headrace.services.runtime.clock import ManualClock
 from headrace.services.runtime.registry.base import (
     Added,
+    Capacity,
     Changed,
     Event,
+    IncompatibleReplicaError,
     LeaseLostError,
     LostReason,
     Removed,
@@ -161,3 +163,29 @@ async def test_waiters_see_every_revision_change() -> None:
     await asyncio.sleep(0)
     table.register(_replica("a"), 1.0)
     assert await waiter == table.revision == 1
+
+
+def test_what_the_router_asks_any_one_worker_is_the_same_of_all() -> None:
+    """L14, L25: else one worker that joins with other keys or blocks breaks the requests of all tenants."""
+
+    def engine(identifier: str, row: bytes = b"R", block_tokens: int = 16, context_tokens: int = 64) -> Replica:
+        return replace(
+            _replica(identifier, role=Role.DECODE),
+            model_name="m",
+            layout_fp=b"L" * 32,
+            model_fp=b"M" * 32,
+            row_fp=row * 32,
+            capacity=Capacity(block_tokens=block_tokens, context_tokens=context_tokens),
+        )
+
+    table = MembershipTable(ManualClock())
+    table.register(engine("a"), 5.0)
+    for other in (
+        engine("b", row=b""),
+        engine("b", row=b"X"),
+        engine("b", block_tokens=0),
+        engine("b", context_tokens=8),
+    ):
+        with pytest.raises(IncompatibleReplicaError, match="differs"):
+            table.register(other, 5.0)
+    table.register(engine("b"), 5.0)
