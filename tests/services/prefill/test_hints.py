@@ -52,3 +52,8 @@ def test_nonsense_is_no_error() -> None:
     peers.told.clear()
     take_hints(request(*[("a", 0, 1)] * 100), layout, peers)
     assert len(peers.told) == MOST_SOURCES
+    peers.told.clear()
+    odd, with_snapshots = request(("a", 0, 2)), SimpleNamespace(has_snapshots=True, ring_tokens=22)
+    odd.spec.block_keys[1] = b"no key"
+    take_hints(odd, with_snapshots, peers)  # type: ignore[arg-type]
+    assert not peers.told
