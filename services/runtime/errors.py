@@ -23,6 +23,9 @@ from headrace.v1 import common_pb2
 
 METADATA_KEY: Final = "headrace-error-bin"
 """Trailing metadata key under which the serialised Error travels."""
+TEXT_BYTES: Final = 1024
+"""Of each text in a failed call's metadata. gRPC drops answers whose metadata exceeds 8 KiB, in which a byte of the
+details may take three."""
 
 
 class HeadraceError(Exception):
@@ -213,13 +216,21 @@ def from_proto(wire: common_pb2.Error) -> HeadraceError:
 
 
 def trailing_metadata(error: HeadraceError) -> tuple[tuple[str, bytes]]:
-    """Trailing metadata of a failed call."""
-    return ((METADATA_KEY, to_proto(error).SerializeToString()),)
+    """Trailing metadata of a failed call; texts as short as they have to be there."""
+    wire = to_proto(error)
+    wire.message, wire.field = shortened(wire.message), shortened(wire.field)
+    return ((METADATA_KEY, wire.SerializeToString()),)
+
+
+def shortened(text: str) -> str:
+    """At most TEXT_BYTES of a text, which may repeat what a caller sent."""
+    data = text.encode()
+    return text if len(data) <= TEXT_BYTES else data[:TEXT_BYTES].decode(errors="ignore") + "…"
 
 
 async def abort(context: grpc.aio.ServicerContext[object, object], error: HeadraceError) -> NoReturn:
     """End a call with the error's gRPC status, its text as details and the Error in the trailing metadata."""
-    await context.abort(TABLE[error.code].status, str(error), trailing_metadata(error))
+    await context.abort(TABLE[error.code].status, shortened(str(error)), trailing_metadata(error))
 
 
 def from_rpc_error(failure: grpc.aio.AioRpcError) -> HeadraceError:

@@ -134,3 +134,20 @@ async def test_a_call_carries_the_error(caller: Caller, error: errors.HeadraceEr
     assert caught.value.code() is errors.grpc_status(error)
     assert caught.value.details() == str(error)
     assert contents(errors.from_rpc_error(caught.value)) == contents(error)
+
+
+async def test_a_long_text_does_not_cost_the_error_its_type() -> None:
+    """L13: gRPC drops metadata that is too long, and the caller would see its own RESOURCE_EXHAUSTED."""
+    answers: list[tuple[object, str, tuple[tuple[str, bytes]]]] = []
+
+    class Context:
+        async def abort(self, status: object, details: str, trailing: tuple[tuple[str, bytes]]) -> None:
+            answers.append((status, details, trailing))
+
+    error = errors.NotFound(f"no model {chr(0x1F600) * 70_000}", field="f" * 70_000)
+    await errors.abort(Context(), error)  # type: ignore[arg-type]
+    ((status, details, ((_, data),)),) = answers
+    assert status is grpc.StatusCode.NOT_FOUND
+    assert 3 * len(details.encode()) + len(data) * 4 / 3 < 8192
+    assert common_pb2.Error.FromString(data).message.startswith("no model")
+    assert errors.shortened("as it is") == "as it is"
