@@ -17,6 +17,7 @@ from headrace.kvcache.transfer.pushes import RowMove
 from headrace.services.encoder.cache import EmbeddingCache, Entry
 from headrace.services.encoder.encode import ImageEncoder
 from headrace.services.runtime import logs, peers
+from headrace.services.runtime.durations import seconds
 from headrace.services.runtime.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -97,7 +98,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
     async def _encode(self, request: encoder_pb2.EncodeRequest) -> encoder_pb2.EncodeResponse:
         leases: list[str] = []
         try:
-            async with asyncio.timeout(request.time_left_ms / 1000):
+            async with asyncio.timeout(seconds(request.time_left_ms, "time_left_ms")):
                 asked: list[tuple[Entry, bytes, bool]] = []
                 for index, image in enumerate(request.images):
                     entry, digest, cached = self._encoder.request(image, request.image_key, f"images[{index}]")

@@ -51,7 +51,7 @@ class RequestSection(Section):
     """Most positions in snapshot_at."""
     max_text_bytes: int = Field(default=16 * 1024 * 1024, ge=1)
     """Longest prompt as text, all parts together."""
-    timeout_seconds: float = Field(default=600.0, gt=0)
+    timeout_seconds: float = Field(default=600.0, gt=0, le=604_800)
     """Deadline of a request that gives none; every request has one (L6)."""
     max_attempts: int = Field(default=5, ge=1)
     """Tries at one request, the first included, when a worker fails; later ones continue what the client has."""

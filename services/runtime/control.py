@@ -10,6 +10,7 @@ import grpc.aio
 
 from headrace.services.runtime.cache_operations import CacheOperations, Metadata
 from headrace.services.runtime.clock import Clock
+from headrace.services.runtime.durations import seconds
 from headrace.services.runtime.errors import FailedPrecondition, InvalidArgument, Unimplemented
 from headrace.services.runtime.health import Health
 from headrace.services.runtime.intake import Intake
@@ -124,7 +125,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             if request.hand_over and intake.hand_over is None:
                 role = self._replica().role
                 raise Unimplemented("hand_over", f"a {role} hands nothing over; leave the field unset")
-            await intake.drain(request.wait_ms / 1000, hand_over=request.hand_over)
+            await intake.drain(seconds(request.wait_ms, "wait_ms"), hand_over=request.hand_over)
         return control_pb2.DrainResponse(live=intake.live, state=state_to_wire(intake.state))
 
     async def ChangeRole(
@@ -136,6 +137,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             wanted = role_from_wire(request.role)
         except ValueError as error:
             raise InvalidArgument(str(error), field="role") from error
+        wait_s = seconds(request.wait_ms, "wait_ms")
         own = self._replica().role
         if self._change_role is None:
             raise Unimplemented("role", f"a {own} has one role for life; stop it and start a {wanted}")
@@ -145,7 +147,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             done = control_pb2.ROLE_CHANGE_STATE_DONE
             same = control_pb2.RoleChange(from_role=request.role, to_role=request.role, state=done)
             return control_pb2.ChangeRoleResponse(change=same)
-        await self._change_role(wanted, request.wait_ms / 1000)
+        await self._change_role(wanted, wait_s)
         return control_pb2.ChangeRoleResponse(change=self._lives.change)
 
     async def ClearCache(

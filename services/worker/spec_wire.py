@@ -15,6 +15,7 @@ from headrace.engine.seeds import choice_seed
 from headrace.engine.text.constraint import Constraint, Language
 from headrace.kvcache.entries import EntryFieldError
 from headrace.kvcache.tier.types import CacheScope
+from headrace.services.runtime.durations import seconds
 from headrace.services.runtime.errors import DeadlineExceeded, Incompatible, InvalidArgument, Unimplemented
 from headrace.v1 import common_pb2
 
@@ -139,7 +140,7 @@ def engine_request(
         traffic=_TRAFFIC[spec.traffic_class],
         cache=_cache_scope(spec),
         priority=spec.priority,
-        deadline=now + spec.time_left_ms / 1000,
+        deadline=now + seconds(spec.time_left_ms, "spec.time_left_ms"),
         credit=credit,
         arrival=now,
         constraint=_constraint(spec.constraint) if spec.HasField("constraint") else None,
@@ -203,7 +204,7 @@ def _sampling(wire: common_pb2.SamplingParams) -> SamplingParams:
 
 def _delivered(spec: common_pb2.RequestSpec, choices: int) -> tuple[tuple[int, ...], ...]:
     """What earlier attempts delivered, by choice; empty on a first attempt. Seeds are derived, and must agree."""
-    if [state.choice for state in spec.choices] != list(range(choices)):
+    if len(spec.choices) != choices or any(state.choice != index for index, state in enumerate(spec.choices)):
         raise InvalidArgument(f"must name choices 0 to {choices - 1}, each once, in order", field="spec.choices")
     for state in spec.choices:
         if state.seed != choice_seed(spec.sampling.seed, state.choice):

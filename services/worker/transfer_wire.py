@@ -8,6 +8,7 @@ from typing import Final
 from headrace.kvcache.handle import ChecksumKind, Handle, LandingPart, PayloadKind
 from headrace.kvcache.transfer.base import PeerDescription
 from headrace.kvcache.transfer.regions import RegionDescription, RegionRole
+from headrace.services.runtime.durations import seconds
 from headrace.services.runtime.errors import InvalidArgument
 from headrace.services.worker.signing import Signer
 from headrace.v1 import common_pb2
@@ -66,6 +67,7 @@ def handle_from_wire(wire: common_pb2.TransferHandle, field: str, signer: Signer
     Raises InvalidArgument naming the field for anything that no handle could be, PermissionDenied for a forged or
     altered one, FailedPrecondition for a stale one."""
     signer.check_handle(wire, field, fresh=fresh)
+    seconds(wire.time_left_ms, f"{field}.time_left_ms")
     if wire.checksum not in _CHECKSUM_OF:
         raise InvalidArgument(f"checksum kind {wire.checksum} is unknown", field=f"{field}.checksum")
     if wire.payload not in _PAYLOAD_OF:

@@ -15,6 +15,7 @@ from headrace.kvcache.transfer.copies import Direction, Span
 from headrace.kvcache.transfer.errors import TransferBusy, TransferError
 from headrace.kvcache.transfer.wire_job import PushState
 from headrace.services.runtime import peers
+from headrace.services.runtime.durations import seconds
 from headrace.services.runtime.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from headrace.services.worker.signing import Signer
 from headrace.services.worker.tier.peer_messages import keys_from_wire, leased_to_wire
@@ -77,7 +78,7 @@ class CachePeerServicer(cache_pb2_grpc.CachePeerServiceServicer):
                 Span(places[target.key].offset, target.offset, places[target.key].info.length)
                 for target in request.targets
             ]
-            timeout_s = request.time_left_ms / 1000
+            timeout_s = seconds(request.time_left_ms, "time_left_ms")
             try:
                 async with asyncio.timeout(timeout_s):
                     await asyncio.wrap_future(self._transfer.connect(reader))

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.services.runtime.clock import ManualClock
 from headrace.services.runtime.control import ControlServicer
-from headrace.services.runtime.errors import Unimplemented
+from headrace.services.runtime.errors import InvalidArgument, Unimplemented
 from headrace.services.runtime.health import Health
 from headrace.services.runtime.intake import Intake
 from headrace.services.runtime.lives import Lives
@@ -49,3 +49,13 @@ async def test_who_hands_nothing_over_says_so(role: Role) -> None:
     assert not server.draining
     answer = await served.Drain(control_pb2.DrainRequest(), CONTEXT)
     assert (answer.live, answer.state, server.draining) == (0, registry_pb2.REPLICA_STATE_DRAINING, True)
+
+
+async def test_a_wait_beyond_every_clock_is_refused() -> None:
+    """L13: typed, and nothing has happened then."""
+    server = Server()
+    served = control(server, Role.ENCODER)
+    with pytest.raises(InvalidArgument) as refused:
+        await served.Drain(control_pb2.DrainRequest(wait_ms=2**64 - 1), CONTEXT)
+    assert refused.value.field == "wait_ms"
+    assert not server.draining

@@ -135,6 +135,9 @@ def _drop_choice(wire: common_pb2.RequestSpec) -> None:
         (_seed, InvalidArgument, "spec.choices[1].seed"),
         (_finished, Unimplemented, "spec.choices[1].finished"),
         (_drop_choice, InvalidArgument, "spec.choices"),
+        # Neither takes memory, nor leaves the range of clocks, before it is refused.
+        (lambda w: setattr(w.sampling, "n", 2**32 - 1), InvalidArgument, "spec.choices"),
+        (lambda w: setattr(w, "time_left_ms", 2**64 - 1), InvalidArgument, "spec.time_left_ms"),
     ],
 )
 def test_what_cannot_be_served_is_named(
