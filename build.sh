@@ -23,6 +23,7 @@ usage: ./build.sh VERB
   lint            ruff, mypy, import-linter, buf, and whether generated code is current
   proto           generate headrace/v1 from proto/
   torture [ARGS]  kill, cut the power, damage and fill up stores, in full; `test` runs a short form of it
+  fuzz [ARGS]     mutated messages and forged handles against every port, in full; `test` runs a short form of it
   bench NAME …    run one benchmark; further arguments go to it (try --json)
 
 environment
@@ -204,6 +205,11 @@ torture)
     setup
     export HEADRACE_TORTURE=full PYTHONSAFEPATH=1 PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
     exec "$VENV/bin/python" -m pytest -n 0 -q --show-capture=no tests/torture "$@"
+    ;;
+fuzz)
+    setup
+    export PYTHONSAFEPATH=1 PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
+    exec "$VENV/bin/python" -m tests.fuzz "$@"
     ;;
 bench)
     [[ $# -ge 1 ]] || die "bench needs a name: $(cd bench && ls | sed -n 's/^\([a-z].*\)\.py$/\1/p' | tr '\n' ' ')"

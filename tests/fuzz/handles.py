@@ -139,7 +139,7 @@ class Attacks:
             await give_back()
 
     async def _end(self, place: str, tampering: Tampering) -> None:
-        spec, reserved, give_back = await self._fresh()
+        _, reserved, give_back = await self._fresh()
         try:
             end = decode_pb2.EndTransferRequest(
                 landing=reserved.landing,
