@@ -43,6 +43,7 @@ ROLE_S: Final = 60.0
 WEIGHTS: Final = {
     "InferenceService/Generate": 12, "InferenceService/CountTokens": 5, "PrefillService/Run": 14,
     "DecodeService/Reserve": 12, "DecodeService/Commit": 10, "DecodeService/EndTransfer": 6,
+    "TransferService/Write": 8,
     "DecodeService/Attach": 8, "DecodeService/Adopt": 5, "EncoderService/Encode": 8, "EncoderService/Push": 8,
     "CachePeerService/Send": 6, "CachePeerService/Lease": 5, "RegistryService/Register": 8,
     "RegistryService/Renew": 5, "ControlService/Drain": 0.6, "ControlService/ChangeRole": 0.2,

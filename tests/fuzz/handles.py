@@ -1,9 +1,9 @@
 """Transfer parameters that are not what they seem: forged, changed, replayed, stale, crossed, out of time and place.
 
-Every attack takes parameters that the cluster really made, does something to them that no honest peer does, and shows
-them to whoever would act on them: prefill (Run), decode (Commit, EndTransfer), the encoder (Push) and the holders of
-cached entries (Send). The neighbour's requests, whose rows land in the same memory, must bring their known tokens
-(canary.py).
+Every attack takes parameters that the cluster really made, does something to them that no honest peer does, and
+shows them to whoever would act on them: prefill (Run), decode (Commit, EndTransfer, Write), the encoder (Push) and the
+holders of cached entries (Send). The neighbour's requests, whose rows land in the same memory, must bring their known
+tokens (canary.py).
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class Attacks:
                 "Run": self._run,
                 "Commit": self._commit,
                 "EndTransfer": self._end,
+                "Write": self._write,
                 "Push": self._push,
                 "Send": self._send,
             }
@@ -152,6 +153,22 @@ class Attacks:
             outcome = await self._send_to("decode-0", "DecodeService/EndTransfer", end)
             done = outcome.status == "OK"
             self._note(place, tampering, outcome, gained="another's transfer ended" if done else "")
+        finally:
+            await give_back()
+
+    async def _write(self, place: str, tampering: Tampering) -> None:
+        """Rows by stream, into what the handle names."""
+        _, reserved, give_back = await self._fresh()
+        try:
+            landing = common_pb2.TransferHandle()
+            landing.CopyFrom(reserved.landing)
+            self._tamper(tampering, landing)
+            if tampering.replays:
+                landing = self.rng.choice(self._old).reserved.landing
+            begin, rows, _ = self.seeds.decode.write(landing, "prefill-0")
+            method = self.world.methods["TransferService/Write"]
+            outcome = await self.world.send("decode-0", method, [one.SerializeToString() for one in (begin, rows)])
+            self._note(place, tampering, outcome, gained="rows written" if outcome.status == "OK" else "")
         finally:
             await give_back()
 

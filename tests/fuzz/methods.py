@@ -79,6 +79,8 @@ class Method:
             return BARE
         if self.service_name == "CachePeerService":
             return "prefill-0" if port.startswith("decode") else "decode-0"
+        if self.service_name == "TransferService":
+            return "prefill-0" if port.startswith("decode") else "encoder-0"
         return CALLERS.get(self.short) or CALLERS[self.service_name]
 
     def parses(self, datas: Iterable[bytes]) -> bool:

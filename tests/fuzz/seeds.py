@@ -96,6 +96,10 @@ class Seeds:
                         reflection_pb2.ServerReflectionRequest(file_containing_symbol="headrace.v1.RequestSpec"),
                     ][: self._rng.choice((1, 2))]
                 )
+        if kind == "TransferService" and port == "prefill-0":
+            handle = (await self.encoded()).images[0].handle  # its lease ends by itself
+            landing, _ = self.decode.embedding_landing(handle)
+            return Seed(self.decode.write(landing, "encoder-0"))
         image = None
         if method.short == "PrefillService/Run" and self._rng.random() < 0.2:
             image = (await self.encoded()).images[0]  # its lease ends by itself

@@ -9,7 +9,7 @@ from typing import Final
 from google.protobuf.message import Message
 
 from headrace.engine.seeds import choice_seed
-from headrace.v1 import common_pb2, decode_pb2, encoder_pb2, prefill_pb2
+from headrace.v1 import common_pb2, decode_pb2, encoder_pb2, prefill_pb2, transfer_pb2
 from tests.fuzz.world import World
 
 After = Callable[[], Awaitable[None]]
@@ -90,6 +90,8 @@ class DecodeSeeds:
                 return [run], give_back
             case "DecodeService/Commit":
                 return [self.commit(spec, reserved)], give_back
+            case "TransferService/Write":
+                return self.write(reserved.landing, "prefill-0"), give_back
             case "DecodeService/EndTransfer":
                 return [
                     decode_pb2.EndTransferRequest(
@@ -169,6 +171,18 @@ class DecodeSeeds:
             first_tokens=first,
             report=report,
         )
+
+    def write(self, landing: common_pb2.TransferHandle, sender: str) -> list[Message]:
+        """A stream of one row, as `sender` begins it."""
+        part = landing.parts[0]
+        data = self._rng.randbytes(min(landing.row_bytes, 4096))
+        pieces = [transfer_pb2.RowPiece(item=part.rows[0], offset=0, data=data)]
+        begin = transfer_pb2.WriteBegin(landing=landing, sender=self._world.peer(sender))
+        return [
+            transfer_pb2.WriteRequest(begin=begin),
+            transfer_pb2.WriteRequest(rows=transfer_pb2.WriteRows(pieces=pieces)),
+            transfer_pb2.WriteRequest(end=transfer_pb2.WriteEnd(complete=False, bytes=len(data))),
+        ]
 
     def embedding_landing(
         self, handle: encoder_pb2.EmbeddingHandle

@@ -30,9 +30,11 @@ MAY_WAIT: Final = frozenset(
     }
 )  # fmt: skip
 """Methods that wait for something that the message may put off: their own deadline field, or the fuzzer's."""
-CLIENT_RACE: Final = "Internal error from Core"
-"""What gRPC's asyncio client itself says when its next message crosses the server's answer: no server sends these
-words, and the call is made again."""
+DEADLINE_S: Final = 300.0
+"""Of every call at the servers, which some ask for; the fuzzer leaves before."""
+CLIENT_RACE: Final = ("Internal error from Core", "")
+"""What gRPC's asyncio client itself says when its next message crosses the server's answer: no server of ours sends
+these words without a typed error, and the call is made again."""
 CLIENT_RACE_TRIES: Final = 10
 LEFT: Final = "LEFT"
 """In place of a status: the fuzzer ended the call."""
@@ -101,7 +103,7 @@ async def exchange(
     for _ in range(CLIENT_RACE_TRIES):
         outcome = await _exchange(channel, method, port, datas, metadata, patience_s)
         outcome.what = what
-        if outcome.details != CLIENT_RACE:
+        if outcome.status != "INTERNAL" or outcome.code or outcome.details not in CLIENT_RACE:
             break
     return outcome
 
@@ -138,7 +140,8 @@ async def _exchange(
 def _open(channel: Any, method: Method, datas: Sequence[bytes], metadata: Sequence[tuple[str, str]]) -> Any:
     kind = f"{'stream' if method.client_streams else 'unary'}_{'stream' if method.server_streams else 'unary'}"
     make = getattr(channel, kind)(method.path)
-    return make(_each(datas) if method.client_streams else datas[0], metadata=tuple(metadata))
+    sent = _each(datas) if method.client_streams else datas[0]
+    return make(sent, metadata=tuple(metadata), timeout=DEADLINE_S)
 
 
 async def _each(datas: Sequence[bytes]) -> AsyncIterator[bytes]:
