@@ -196,8 +196,12 @@ def _reader(
         return message
 
     async def many(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-        async for data in requests:
-            yield one(data)
+        try:
+            async for data in requests:
+                yield one(data)
+        except grpc.aio.BaseError as error:
+            # The server has stopped, as it does when the process changes its role.
+            raise errors.Unavailable("this process is stopping; try again elsewhere") from error
 
     return many if streaming else one
 

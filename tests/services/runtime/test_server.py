@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from headrace.services.runtime import errors, logs
 from headrace.services.runtime.health import READY, Health
-from headrace.services.runtime.intercept import REQUEST_ID_KEY, CallGuard, request_metadata
+from headrace.services.runtime.intercept import REQUEST_ID_KEY, CallGuard, _reader, request_metadata
 from headrace.services.runtime.metrics import Metrics
 from headrace.services.runtime.server import ServiceServer, open_channel
 from headrace.services.runtime.settings import ListenSettings, RpcSettings
@@ -402,3 +402,16 @@ async def test_an_unknown_admitting_method_is_a_mistake_of_the_caller() -> None:
     with pytest.raises(ValueError, match="Nonesuch"):
         server.add(_add, Echo(), DESCRIPTOR, admits=("Nonesuch",))
     await server.stop(0)
+
+
+async def test_a_stream_that_outlives_its_server_ends_as_unavailable() -> None:
+    """L14: a change of role stops the server under streams that are being read, which is no defect."""
+
+    async def requests() -> AsyncIterator[bytes]:
+        yield b"x"
+        raise grpc.aio.BaseError("Server already stopped.")
+
+    read = _reader(None, lambda: None, streaming=True)(requests())
+    assert await anext(read) == b"x"
+    with pytest.raises(errors.Unavailable):
+        await anext(read)
