@@ -118,6 +118,9 @@ def make_call(api: Api, body: Body, upstream: Upstream, model: inference_pb2.Mod
     forced = api.forces_any_tool(given) and bool(conversation.tools)
     if forced:
         conversation = _requiring(conversation)
+    prefilled = api.name == "messages" and bool(_prefill(conversation))
+    if prefilled:
+        conversation = _continuing(conversation)
     rendered = (render_v41 if v41 else render_template)(conversation, upstream.assets, mark)
     stops = tuple(converted.parsing_options.stop_sequences) or _own_stops(given)
     request = _request(given, converted, rendered, stops, v41=v41, low_detail_tokens=low_detail_tokens)
@@ -138,6 +141,8 @@ def make_call(api: Api, body: Body, upstream: Upstream, model: inference_pb2.Mod
     def parsing() -> recipe.ParsingOptions:
         made: recipe.ParsingOptions = converted.parsing_options
         made.stop_sequences = list(stops)
+        if prefilled:  # whose reasoning is over
+            made.thinking_initial_stage = None
         if tools:
             made.special_tokens = recipe.SpecialTokens(dsml=hermes.DELIMITER)
             made.parse_tool_calls, made.starts_in_tool_calls = True, False
@@ -146,6 +151,8 @@ def make_call(api: Api, body: Body, upstream: Upstream, model: inference_pb2.Mod
         return made
 
     def generator() -> Any:
+        if prefilled:
+            return recipe.MessagesChunkGenerator(identifier, upstream.name, False)
         made = api.request_class.chunk_generator(converted, identifier, upstream.name)
         if echo is not None:
             made = made.with_echo(echo).with_namespace_tool_map(names)
@@ -207,6 +214,23 @@ def _requiring(conversation: recipe.Conversation) -> recipe.Conversation:
         raise InvalidArgument("a forced call comes without reasoning; switch thinking off", field="tool_choice")
     return recipe.Conversation(
         conversation.messages, thinking_mode=False, tools=conversation.tools, tool_choice="required"
+    )
+
+
+def _prefill(conversation: recipe.Conversation) -> str:
+    """Text with which the answer of a Messages request begins: that of a last turn of the assistant."""
+    last = conversation.messages[-1] if conversation.messages else None
+    return "" if last is None or last.role != "assistant" or last.tool_calls else last.content
+
+
+def _continuing(conversation: recipe.Conversation) -> recipe.Conversation:
+    *before, last = conversation.messages
+    return recipe.Conversation(
+        [*before, recipe.AssistantMessage(last.content, last.reasoning_content, prefix=True)],
+        thinking_mode=conversation.thinking_mode,
+        tools=conversation.tools,
+        tool_choice=conversation.tool_choice,
+        reasoning_effort=conversation.reasoning_effort,
     )
 
 

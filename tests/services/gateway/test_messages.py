@@ -125,3 +125,11 @@ async def test_errors(world: World, client: Any, error: Any, kind: Any, status: 
     search: Any = {"type": "web_search_20250305", "name": "web_search"}
     with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\].type"):
         await client.messages.create(model="plain", max_tokens=5, messages=HI, tools=[search])
+
+
+@pytest.mark.parametrize("model", ["plain", "v41"])
+async def test_a_last_turn_of_the_assistant_is_continued(world: World, client: Any, model: str) -> None:
+    messages = [*HI, {"role": "assistant", "content": "Once upon"}]
+    message = await client.messages.create(model=model, max_tokens=5, messages=messages)
+    assert [block.type for block in message.content] == ["text"]
+    assert world.router.prompt_text().endswith("Once upon")
