@@ -26,7 +26,6 @@ MAY_WAIT: Final = frozenset(
     {
         "InferenceService/Generate", "PrefillService/Run", "ControlService/Drain", "ControlService/VerifyCache",
         "ControlService/CollectCache", "EncoderService/Push", "EncoderService/Encode", "CachePeerService/Send",
-        "DecodeService/Reserve",
     }
 )  # fmt: skip
 """Methods that wait for something that the message may put off: their own deadline field, or the fuzzer's."""

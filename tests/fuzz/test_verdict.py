@@ -53,7 +53,7 @@ def test_answers_that_no_message_may_get(seen: Outcome, why: str) -> None:
         (outcome("INVALID_ARGUMENT", "INVALID_ARGUMENT"), True),
         (outcome("NOT_FOUND", method="Health/Check"), True),
         (outcome("LEFT", method="EventService/Watch"), True),
-        (outcome("LEFT"), True),
+        (outcome("LEFT", method="PrefillService/Run"), True),
         (outcome("LEFT", method="ControlService/Status"), False),
         (outcome("INVALID_ARGUMENT", "INVALID_ARGUMENT", parses=False), False),
         (outcome("PERMISSION_DENIED", "PERMISSION_DENIED", "a certificate of role client does not allow this"), False),
