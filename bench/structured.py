@@ -96,14 +96,14 @@ def enforced(folder: Path) -> tuple[dict[str, JsonValue], list[dict[str, Scalar]
 
 
 def generated(
-    folder: Path, most: int | None, max_tokens: int, load: ModelSettings, sequences: int
+    folder: Path, most: int | None, max_tokens: int, load: ModelSettings, sequences: int, threads: int = 0
 ) -> tuple[dict[str, JsonValue], list[dict[str, Scalar]]]:
-    """Results and table of a model's answers."""
+    """Results and table of a model's answers. `threads`: torch's; 0 leaves its choice."""
     asked = load_cases(most)
     with Phases() as phases:
         with phases.phase("load the model") as advance:
             settings = EngineSettings(
-                threads=0, max_sequences=sequences, max_batched_tokens=256, grammar_compile_s=120.0
+                threads=threads, max_sequences=sequences, max_batched_tokens=256, grammar_compile_s=120.0
             )
             engine = OfflineEngine.load(folder, settings, load)
             advance()
