@@ -223,9 +223,16 @@ class AttachHub:
             await self._take(request, stream, is_first=False)
 
     async def _take(self, request: decode_pb2.AttachRequest, stream: RouterStream, *, is_first: bool) -> None:
+        """A router that has lost a request to another one has no say in it: not even that its client is gone."""
         for index, cancel in enumerate(request.cancels):
             reason = reason_from_wire(cancel.reason, f"cancels[{index}].reason")
-            self.link.post(Cancel(request_key(cancel.id, f"cancels[{index}].id"), reason))
+            key = request_key(cancel.id, f"cancels[{index}].id")
+            journal = self._journals.get(key)
+            if journal is not None:
+                if journal.router != stream.router or journal.adopted:
+                    continue  # the word of the stream that lost it, crossing the adoption
+                journal.cancelled = True
+            self.link.post(Cancel(key, reason))
         stream.asked = True
         stream.wake.set()
         keys = []

@@ -110,6 +110,8 @@ class RequestJournal:
         """Tokens have come."""
         self.adopted = False
         """A new router has it and has not yet named it on its stream: nothing is sent."""
+        self.cancelled = False
+        """Its router has given it up: it is about to end, and worth nothing to another one."""
         self.ended_at: float | None = None
         """When the request ended here."""
         self._most_tokens = most_tokens
@@ -165,8 +167,8 @@ class RequestJournal:
 
     def adopt(self, router: str, offsets: Sequence[int], now: float) -> decode_pb2.AdoptResponse | None:
         """Hand the request to another router whose client has `offsets` tokens of each choice. None when it cannot go
-        on from there: nothing of it has come yet, it failed, or events are forgotten."""
-        if not self.begun or self._broken or len(offsets) != len(self._choices):
+        on from there: nothing of it has come yet, it failed or was cancelled, or events are forgotten."""
+        if not self.begun or self._broken or self.cancelled or len(offsets) != len(self._choices):
             return None
         known = [choice.ids_before(offset) for choice, offset in zip(self._choices, offsets, strict=True)]
         received = [offset - len(choice.start.delivered) for choice, offset in zip(self._choices, offsets, strict=True)]

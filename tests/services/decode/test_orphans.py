@@ -73,8 +73,12 @@ class Stream:
         while True:
             yield await self._says.get()
 
-    def say(self, *named: decode_pb2.AttachedRequest) -> None:
-        self._says.put_nowait(decode_pb2.AttachRequest(requests=named))
+    def say(self, *named: decode_pb2.AttachedRequest, cancel: RequestKey | None = None) -> None:
+        cancels = []
+        if cancel is not None:
+            identifier = common_pb2.AttemptId(request_id=cancel.request_id, attempt=cancel.attempt)
+            cancels = [decode_pb2.AttachCancel(id=identifier, reason=common_pb2.FINISH_REASON_CANCELLED)]
+        self._says.put_nowait(decode_pb2.AttachRequest(requests=named, cancels=cancels))
 
     async def next(self) -> decode_pb2.AttachResponse:
         return await asyncio.wait_for(anext(self._responses), 20.0)
@@ -207,3 +211,44 @@ def test_ends_that_nobody_took_are_kept_for_a_client_that_resumes() -> None:
     site.clock.advance(2.0)
     site.hub.reap()
     assert len(site.journals) == 0
+
+
+async def test_a_router_that_lost_a_request_cannot_cancel_it() -> None:
+    """L15, L16: the old router notices late that its client is gone, and says so; the client is at another one."""
+    site = Hub()
+    key = site.begin()
+    site.brings(key, 0, 1)
+    old, new = site.attach(OLD, attached(key)), site.attach(NEW)
+    await old.next()
+    await old.next()
+    await new.next()
+    assert site.hub.adopt("r", CONTENT, [1], NEW) is not None
+    old.say(cancel=key)
+    while not (await old.next()).overtaken:
+        old.say()
+    new.say(cancel=key)  # of an earlier stream of the same router, before it names what it has adopted
+    new.say(attached(key, 100, 1))
+    site.clock.advance(1.0)
+    await new.next()
+    assert not any(isinstance(command, Cancel) for command in site.link.told)
+    new.say(cancel=key)
+    site.clock.advance(1.0)
+    await new.next()
+    assert Cancel(key, FinishReason.CANCELLED) in site.link.told
+    await old.close()
+    await new.close()
+
+
+async def test_a_request_that_was_cancelled_is_not_handed_over() -> None:
+    """L15: the engine has yet to say that it has ended; its client, who is back, would get that end for its own."""
+    site = Hub()
+    key = site.begin()
+    site.brings(key, 0, 1)
+    old = site.attach(OLD, attached(key))
+    await old.next()
+    await old.next()
+    old.say(cancel=key)
+    site.clock.advance(1.0)
+    await old.next()
+    assert site.hub.adopt("r", CONTENT, [1], NEW) is None
+    await old.close()
