@@ -179,6 +179,17 @@ class LandingBooks:
         self._free(transfer)
         return NoticeResult.FAILED if failed else NoticeResult.RELEASED
 
+    def quarantined(self) -> tuple[tuple[Handle, str | None], ...]:
+        """Grants that nobody waits for and whose sender has not said its last word; the sender, where it is known."""
+        return tuple(
+            (each.handle, each.sender) for each in self._transfers.values() if each.state is TransferState.QUARANTINED
+        )
+
+    def writable(self, transfer_id: str) -> bool:
+        """Whether its sender may still write its rows."""
+        transfer = self._transfers.get(transfer_id)
+        return transfer is not None and transfer.state is not TransferState.QUIET
+
     def abort(self, request_id: str, attempt: int) -> int:
         """End the wait of every attempt up to this one; open rows go to quarantine (L7). Idempotent; returns how many
         waits ended."""

@@ -26,7 +26,7 @@ from headrace.v1 import common_pb2 as headrace_dot_v1_dot_common__pb2
 from headrace.v1 import inference_pb2 as headrace_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/encoder.proto\x12\x0bheadrace.v1\x1a\x18headrace/v1/common.proto\x1a\x1bheadrace/v1/inference.proto\"\xd0\x01\n\rEncodeRequest\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.headrace.v1.AttemptId\x12)\n\x05model\x18\x02 \x01(\x0b\x32\x1a.headrace.v1.ModelIdentity\x12\"\n\x06images\x18\x03 \x03(\x0b\x32\x12.headrace.v1.Image\x12\x11\n\timage_key\x18\x04 \x01(\x0c\x12\x14\n\x0ctime_left_ms\x18\x05 \x01(\x04\x12#\n\x06router\x18\x06 \x01(\x0b\x32\x13.headrace.v1.PeerId\"\xdb\x01\n\x0f\x45mbeddingHandle\x12\"\n\x05owner\x18\x01 \x01(\x0b\x32\x13.headrace.v1.PeerId\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\"\n\x02id\x18\x03 \x01(\x0b\x32\x16.headrace.v1.AttemptId\x12\x10\n\x08lease_id\x18\x04 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x05 \x01(\x0c\x12\x0c\n\x04rows\x18\x06 \x01(\r\x12\x11\n\trow_bytes\x18\x07 \x01(\x04\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x11\n\tsignature\x18\t \x01(\x0c\"\x9d\x01\n\x0c\x45ncodedImage\x12\x16\n\x0e\x63ontent_digest\x18\x01 \x01(\x0c\x12\x13\n\x0bgrid_height\x18\x02 \x01(\r\x12\x12\n\ngrid_width\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x01(\r\x12,\n\x06handle\x18\x05 \x01(\x0b\x32\x1c.headrace.v1.EmbeddingHandle\x12\x0e\n\x06\x63\x61\x63hed\x18\x06 \x01(\x08\"M\n\x0e\x45ncodeResponse\x12)\n\x06images\x18\x01 \x03(\x0b\x32\x19.headrace.v1.EncodedImage\x12\x10\n\x08lease_ms\x18\x02 \x01(\x04\"\x97\x01\n\x0bPushRequest\x12,\n\x06handle\x18\x01 \x01(\x0b\x32\x1c.headrace.v1.EmbeddingHandle\x12,\n\x07landing\x18\x02 \x01(\x0b\x32\x1b.headrace.v1.TransferHandle\x12,\n\x08receiver\x18\x03 \x01(\x0b\x32\x1a.headrace.v1.TransferAgent\"\x87\x01\n\x0cPushResponse\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12-\n\tchecksums\x18\x02 \x01(\x0b\x32\x1a.headrace.v1.PartChecksums\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x11\n\tencode_us\x18\x05 \x01(\x04\"/\n\x1a\x45ncoderServiceRenewRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\"G\n\x1b\x45ncoderServiceRenewResponse\x12\x10\n\x08lease_ms\x18\x01 \x01(\x04\x12\x16\n\x0elost_lease_ids\x18\x02 \x03(\t\"1\n\x1c\x45ncoderServiceReleaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\"\x1f\n\x1d\x45ncoderServiceReleaseResponse2\xce\x02\n\x0e\x45ncoderService\x12\x41\n\x06\x45ncode\x12\x1a.headrace.v1.EncodeRequest\x1a\x1b.headrace.v1.EncodeResponse\x12;\n\x04Push\x12\x18.headrace.v1.PushRequest\x1a\x19.headrace.v1.PushResponse\x12Z\n\x05Renew\x12\'.headrace.v1.EncoderServiceRenewRequest\x1a(.headrace.v1.EncoderServiceRenewResponse\x12`\n\x07Release\x12).headrace.v1.EncoderServiceReleaseRequest\x1a*.headrace.v1.EncoderServiceReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/encoder.proto\x12\x0bheadrace.v1\x1a\x18headrace/v1/common.proto\x1a\x1bheadrace/v1/inference.proto\"\xd0\x01\n\rEncodeRequest\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.headrace.v1.AttemptId\x12)\n\x05model\x18\x02 \x01(\x0b\x32\x1a.headrace.v1.ModelIdentity\x12\"\n\x06images\x18\x03 \x03(\x0b\x32\x12.headrace.v1.Image\x12\x11\n\timage_key\x18\x04 \x01(\x0c\x12\x14\n\x0ctime_left_ms\x18\x05 \x01(\x04\x12#\n\x06router\x18\x06 \x01(\x0b\x32\x13.headrace.v1.PeerId\"\xdb\x01\n\x0f\x45mbeddingHandle\x12\"\n\x05owner\x18\x01 \x01(\x0b\x32\x13.headrace.v1.PeerId\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\"\n\x02id\x18\x03 \x01(\x0b\x32\x16.headrace.v1.AttemptId\x12\x10\n\x08lease_id\x18\x04 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x05 \x01(\x0c\x12\x0c\n\x04rows\x18\x06 \x01(\r\x12\x11\n\trow_bytes\x18\x07 \x01(\x04\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x11\n\tsignature\x18\t \x01(\x0c\"\x9d\x01\n\x0c\x45ncodedImage\x12\x16\n\x0e\x63ontent_digest\x18\x01 \x01(\x0c\x12\x13\n\x0bgrid_height\x18\x02 \x01(\r\x12\x12\n\ngrid_width\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x01(\r\x12,\n\x06handle\x18\x05 \x01(\x0b\x32\x1c.headrace.v1.EmbeddingHandle\x12\x0e\n\x06\x63\x61\x63hed\x18\x06 \x01(\x08\"M\n\x0e\x45ncodeResponse\x12)\n\x06images\x18\x01 \x03(\x0b\x32\x19.headrace.v1.EncodedImage\x12\x10\n\x08lease_ms\x18\x02 \x01(\x04\"\x97\x01\n\x0bPushRequest\x12,\n\x06handle\x18\x01 \x01(\x0b\x32\x1c.headrace.v1.EmbeddingHandle\x12,\n\x07landing\x18\x02 \x01(\x0b\x32\x1b.headrace.v1.TransferHandle\x12,\n\x08receiver\x18\x03 \x01(\x0b\x32\x1a.headrace.v1.TransferAgent\"\x87\x01\n\x0cPushResponse\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12-\n\tchecksums\x18\x02 \x01(\x0b\x32\x1a.headrace.v1.PartChecksums\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x11\n\tencode_us\x18\x05 \x01(\x04\"a\n\rRecallRequest\x12\"\n\x05owner\x18\x01 \x01(\x0b\x32\x13.headrace.v1.PeerId\x12,\n\x07landing\x18\x02 \x01(\x0b\x32\x1b.headrace.v1.TransferHandle\"\x10\n\x0eRecallResponse\"/\n\x1a\x45ncoderServiceRenewRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\"G\n\x1b\x45ncoderServiceRenewResponse\x12\x10\n\x08lease_ms\x18\x01 \x01(\x04\x12\x16\n\x0elost_lease_ids\x18\x02 \x03(\t\"1\n\x1c\x45ncoderServiceReleaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\"\x1f\n\x1d\x45ncoderServiceReleaseResponse2\x91\x03\n\x0e\x45ncoderService\x12\x41\n\x06\x45ncode\x12\x1a.headrace.v1.EncodeRequest\x1a\x1b.headrace.v1.EncodeResponse\x12;\n\x04Push\x12\x18.headrace.v1.PushRequest\x1a\x19.headrace.v1.PushResponse\x12\x41\n\x06Recall\x12\x1a.headrace.v1.RecallRequest\x1a\x1b.headrace.v1.RecallResponse\x12Z\n\x05Renew\x12\'.headrace.v1.EncoderServiceRenewRequest\x1a(.headrace.v1.EncoderServiceRenewResponse\x12`\n\x07Release\x12).headrace.v1.EncoderServiceReleaseRequest\x1a*.headrace.v1.EncoderServiceReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,14 +45,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUSHREQUEST']._serialized_end=921
   _globals['_PUSHRESPONSE']._serialized_start=924
   _globals['_PUSHRESPONSE']._serialized_end=1059
-  _globals['_ENCODERSERVICERENEWREQUEST']._serialized_start=1061
-  _globals['_ENCODERSERVICERENEWREQUEST']._serialized_end=1108
-  _globals['_ENCODERSERVICERENEWRESPONSE']._serialized_start=1110
-  _globals['_ENCODERSERVICERENEWRESPONSE']._serialized_end=1181
-  _globals['_ENCODERSERVICERELEASEREQUEST']._serialized_start=1183
-  _globals['_ENCODERSERVICERELEASEREQUEST']._serialized_end=1232
-  _globals['_ENCODERSERVICERELEASERESPONSE']._serialized_start=1234
-  _globals['_ENCODERSERVICERELEASERESPONSE']._serialized_end=1265
-  _globals['_ENCODERSERVICE']._serialized_start=1268
-  _globals['_ENCODERSERVICE']._serialized_end=1602
+  _globals['_RECALLREQUEST']._serialized_start=1061
+  _globals['_RECALLREQUEST']._serialized_end=1158
+  _globals['_RECALLRESPONSE']._serialized_start=1160
+  _globals['_RECALLRESPONSE']._serialized_end=1176
+  _globals['_ENCODERSERVICERENEWREQUEST']._serialized_start=1178
+  _globals['_ENCODERSERVICERENEWREQUEST']._serialized_end=1225
+  _globals['_ENCODERSERVICERENEWRESPONSE']._serialized_start=1227
+  _globals['_ENCODERSERVICERENEWRESPONSE']._serialized_end=1298
+  _globals['_ENCODERSERVICERELEASEREQUEST']._serialized_start=1300
+  _globals['_ENCODERSERVICERELEASEREQUEST']._serialized_end=1349
+  _globals['_ENCODERSERVICERELEASERESPONSE']._serialized_start=1351
+  _globals['_ENCODERSERVICERELEASERESPONSE']._serialized_end=1382
+  _globals['_ENCODERSERVICE']._serialized_start=1385
+  _globals['_ENCODERSERVICE']._serialized_end=1786
 # @@protoc_insertion_point(module_scope)

@@ -45,6 +45,11 @@ class EncoderServiceStub:
                 request_serializer=headrace_dot_v1_dot_encoder__pb2.PushRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_encoder__pb2.PushResponse.FromString,
                 _registered_method=True)
+        self.Recall = channel.unary_unary(
+                '/headrace.v1.EncoderService/Recall',
+                request_serializer=headrace_dot_v1_dot_encoder__pb2.RecallRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_encoder__pb2.RecallResponse.FromString,
+                _registered_method=True)
         self.Renew = channel.unary_unary(
                 '/headrace.v1.EncoderService/Renew',
                 request_serializer=headrace_dot_v1_dot_encoder__pb2.EncoderServiceRenewRequest.SerializeToString,
@@ -76,6 +81,14 @@ class EncoderServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Recall(self, request, context):
+        """Takes a push back whose caller has lost it, or never knew whether it arrived. Answered once nothing is written under
+        this transfer any more, and nothing will be: its landing rows are quiet.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Renew(self, request, context):
         """Extends leases.
         """
@@ -102,6 +115,11 @@ def add_EncoderServiceServicer_to_server(servicer, server):
                     servicer.Push,
                     request_deserializer=headrace_dot_v1_dot_encoder__pb2.PushRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_encoder__pb2.PushResponse.SerializeToString,
+            ),
+            'Recall': grpc.unary_unary_rpc_method_handler(
+                    servicer.Recall,
+                    request_deserializer=headrace_dot_v1_dot_encoder__pb2.RecallRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_encoder__pb2.RecallResponse.SerializeToString,
             ),
             'Renew': grpc.unary_unary_rpc_method_handler(
                     servicer.Renew,
@@ -169,6 +187,33 @@ class EncoderService:
             '/headrace.v1.EncoderService/Push',
             headrace_dot_v1_dot_encoder__pb2.PushRequest.SerializeToString,
             headrace_dot_v1_dot_encoder__pb2.PushResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Recall(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.EncoderService/Recall',
+            headrace_dot_v1_dot_encoder__pb2.RecallRequest.SerializeToString,
+            headrace_dot_v1_dot_encoder__pb2.RecallResponse.FromString,
             options,
             channel_credentials,
             insecure,

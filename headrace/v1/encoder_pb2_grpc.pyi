@@ -39,6 +39,10 @@ class EncoderServiceStub:
     """
     Push: _grpc.UnaryUnaryMultiCallable[_encoder_pb2.PushRequest, _encoder_pb2.PushResponse]
     """Waits for the embedding, writes it to the caller's landing rows and answers when the transfer is terminal."""
+    Recall: _grpc.UnaryUnaryMultiCallable[_encoder_pb2.RecallRequest, _encoder_pb2.RecallResponse]
+    """Takes a push back whose caller has lost it, or never knew whether it arrived. Answered once nothing is written under
+    this transfer any more, and nothing will be: its landing rows are quiet.
+    """
     Renew: _grpc.UnaryUnaryMultiCallable[_encoder_pb2.EncoderServiceRenewRequest, _encoder_pb2.EncoderServiceRenewResponse]
     """Extends leases."""
     Release: _grpc.UnaryUnaryMultiCallable[_encoder_pb2.EncoderServiceReleaseRequest, _encoder_pb2.EncoderServiceReleaseResponse]
@@ -55,6 +59,10 @@ class EncoderServiceAsyncStub(EncoderServiceStub):
     """
     Push: _aio.UnaryUnaryMultiCallable[_encoder_pb2.PushRequest, _encoder_pb2.PushResponse]  # type: ignore[assignment]
     """Waits for the embedding, writes it to the caller's landing rows and answers when the transfer is terminal."""
+    Recall: _aio.UnaryUnaryMultiCallable[_encoder_pb2.RecallRequest, _encoder_pb2.RecallResponse]  # type: ignore[assignment]
+    """Takes a push back whose caller has lost it, or never knew whether it arrived. Answered once nothing is written under
+    this transfer any more, and nothing will be: its landing rows are quiet.
+    """
     Renew: _aio.UnaryUnaryMultiCallable[_encoder_pb2.EncoderServiceRenewRequest, _encoder_pb2.EncoderServiceRenewResponse]  # type: ignore[assignment]
     """Extends leases."""
     Release: _aio.UnaryUnaryMultiCallable[_encoder_pb2.EncoderServiceReleaseRequest, _encoder_pb2.EncoderServiceReleaseResponse]  # type: ignore[assignment]
@@ -80,6 +88,16 @@ class EncoderServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_encoder_pb2.PushResponse, _abc.Awaitable[_encoder_pb2.PushResponse]]:
         """Waits for the embedding, writes it to the caller's landing rows and answers when the transfer is terminal."""
+
+    @_abc_1.abstractmethod
+    def Recall(
+        self,
+        request: _encoder_pb2.RecallRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_encoder_pb2.RecallResponse, _abc.Awaitable[_encoder_pb2.RecallResponse]]:
+        """Takes a push back whose caller has lost it, or never knew whether it arrived. Answered once nothing is written under
+        this transfer any more, and nothing will be: its landing rows are quiet.
+        """
 
     @_abc_1.abstractmethod
     def Renew(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +37,8 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 _log = logs.get(__name__)
 SOURCE = "embeddings"
 """Name under which the cache's memory is registered."""
+MAX_RECALLED = 4096
+"""Pushes that were taken back, the last ones, are remembered, in case that they arrive yet."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,10 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         self._lease_ms = round(lease_s * 1000)
         self._max_images = max_images
         self._signer = signer
+        self._pushing: dict[str, asyncio.Future[None]] = {}
+        """By transfer id, pushes that may write; done when they cannot any more."""
+        self._recalled: OrderedDict[str, None] = OrderedDict()
+        """Transfers that were taken back, the last ones."""
         self.live: LiveSet[object] = LiveSet("encode requests")
         """Conservation of Encode calls (L11)."""
 
@@ -154,7 +161,11 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         receiver = agent_from_wire(request.receiver, "receiver", self._signer)
         if receiver.incarnation != handle.incarnation:
             raise InvalidArgument("landing and receiver are of different processes", field="receiver.owner")
-        ended = False
+        if handle.transfer_id in self._recalled:
+            raise FailedPrecondition("the receiver has taken this push back; ask with a new grant", field="landing")
+        ended, loop = False, asyncio.get_running_loop()
+        quiet = self._pushing[handle.transfer_id] = loop.create_future()
+        quiet.add_done_callback(partial(self._pushed, handle.transfer_id))
         try:
             entry = self._checked(request.handle)
             async with asyncio.timeout(request.landing.time_left_ms / 1000):
@@ -178,8 +189,12 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
                 self._cache.end_push(entry)
                 raise
             ended = True
-            loop = asyncio.get_running_loop()
-            push.terminal.add_done_callback(lambda _: loop.call_soon_threadsafe(partial(self._cache.end_push, entry)))
+
+            def terminal() -> None:
+                self._cache.end_push(entry)
+                quiet.set_result(None)
+
+            push.terminal.add_done_callback(lambda _: loop.call_soon_threadsafe(terminal))
             result = await push
         except TimeoutError:
             raise DeadlineExceeded("the embedding was not ready in time") from None
@@ -187,6 +202,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             raise Unavailable(f"the embedding could not be pushed: {error}") from error
         finally:
             if not ended:
+                quiet.set_result(None)
                 self._transfer.end(handle, TransferOutcome.FAILED).add_done_callback(_note_lost)
         return encoder_pb2.PushResponse(
             transfer_id=handle.transfer_id,
@@ -195,6 +211,23 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             transport=result.transport,
             encode_us=round(encode_s * 1e6),
         )
+
+    async def Recall(self, request: encoder_pb2.RecallRequest, context: _Context) -> encoder_pb2.RecallResponse:
+        """See encoder.proto. The caller's deadline bounds the wait for a push that is on the wire (L6)."""
+        if request.owner.incarnation != self._identity.peer.incarnation:
+            raise NotFound("the push was asked of another life of the encoder", field="owner")
+        transfer_id = handle_from_wire(request.landing, "landing", self._signer).transfer_id
+        self._recalled[transfer_id] = None
+        while len(self._recalled) > MAX_RECALLED:
+            self._recalled.popitem(last=False)
+        quiet = self._pushing.get(transfer_id)
+        if quiet is not None:
+            await asyncio.shield(quiet)
+        return encoder_pb2.RecallResponse()
+
+    def _pushed(self, transfer_id: str, quiet: asyncio.Future[None]) -> None:
+        if self._pushing.get(transfer_id) is quiet:
+            del self._pushing[transfer_id]
 
     def _checked(self, wire: encoder_pb2.EmbeddingHandle) -> Entry:
         """L1: the handle must be one of this life of this encoder, of a lease that lives."""

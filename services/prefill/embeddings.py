@@ -19,6 +19,7 @@ from headrace.kvcache.landing import LandingRegion
 from headrace.kvcache.landing_types import ChecksumMismatch, OutOfLanding, PartChecksums, PartRequest, PartTarget
 from headrace.kvcache.transfer.base import TransferEngine
 from headrace.kvcache.transfer.pushes import Outcome, TerminalNotice
+from headrace.services.runtime import logs
 from headrace.services.runtime.errors import (
     Corrupt,
     HeadraceError,
@@ -33,8 +34,13 @@ from headrace.services.worker.signing import Signer
 from headrace.services.worker.transfer_wire import agent_to_wire, handle_to_wire
 from headrace.v1 import common_pb2, encoder_pb2, encoder_pb2_grpc
 
+_log = logs.get(__name__)
 TRIES = 2
 RETRY_AFTER_S = 0.5
+RECALL_S = 300.0
+"""How long an encoder is asked to take a push back; the rows wait in quarantine until then, or until it is dead."""
+RECALL_ANSWER_S = 10.0
+RECALL_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -66,12 +72,19 @@ class EmbeddingReceiver:
         self._model = model
         self._dtype = dtype
         self._signer = signer
+        self._recalls: set[asyncio.Task[None]] = set()
         self._agent = common_pb2.TransferAgent()
         self.announce()
 
     def announce(self) -> None:
         """Describe the landing memory anew, once it can be reached by stream too."""
         self._agent = agent_to_wire(self._transfer.describe(), self._peer.replica_id, self._model, self._signer)
+
+    async def close(self) -> None:
+        """Recall nothing any more."""
+        for task in self._recalls:
+            task.cancel()
+        await asyncio.gather(*self._recalls, return_exceptions=True)
 
     def check(self, spans: Sequence[common_pb2.ImageSpan], handles: Sequence[encoder_pb2.EmbeddingHandle]) -> None:
         """Refuse before anything is reserved (L10). Raises InvalidArgument, Incompatible."""
@@ -118,15 +131,23 @@ class EmbeddingReceiver:
     ) -> torch.Tensor:
         for _ in range(TRIES):
             grant = self._grant(name, attempt, handle, deadline)
+            wire = handle_to_wire(grant, self._peer.replica_id, max(0.001, deadline - time.monotonic()), self._signer)
             self._transfer.grant(grant, handle.owner.incarnation)
+            answered = False
             try:
-                return await self._receive(grant, handle, deadline)
+                response = await self._push(wire, handle, deadline)
+                answered = True
+                return self._take(grant, handle, response)
             except ChecksumMismatch:
                 continue
             finally:
                 self._transfer.forget(grant.transfer_id)
                 # Taken rows are free already; others are given up: to quarantine, while the encoder may write them.
                 self.landing.abort(name, attempt)
+                if not answered:
+                    task = asyncio.create_task(self._recall(wire, handle), name="recall-push")
+                    self._recalls.add(task)
+                    task.add_done_callback(self._recalls.discard)
         raise Corrupt(f"the embedding arrived damaged {TRIES} times; try again elsewhere")
 
     def _grant(self, name: str, attempt: int, handle: encoder_pb2.EmbeddingHandle, deadline: float) -> Handle:
@@ -138,19 +159,21 @@ class EmbeddingReceiver:
                 f"no room for an embedding of {handle.rows} rows: {error}", retry_after_s=RETRY_AFTER_S
             ) from error
 
-    async def _receive(self, grant: Handle, handle: encoder_pb2.EmbeddingHandle, deadline: float) -> torch.Tensor:
+    async def _push(
+        self, landing: common_pb2.TransferHandle, handle: encoder_pb2.EmbeddingHandle, deadline: float
+    ) -> encoder_pb2.PushResponse:
+        request = encoder_pb2.PushRequest(handle=handle, landing=landing, receiver=self._agent)
         left = max(0.001, deadline - time.monotonic())
-        request = encoder_pb2.PushRequest(
-            handle=handle,
-            landing=handle_to_wire(grant, self._peer.replica_id, left, self._signer),
-            receiver=self._agent,
-        )
         async with self._channels.use(handle.endpoint) as channel:
             try:
                 stub = encoder_pb2_grpc.EncoderServiceStub(channel)
-                response = await stub.Push(request, timeout=left, metadata=request_metadata())
+                return await stub.Push(request, timeout=left, metadata=request_metadata())
             except grpc.aio.AioRpcError as failure:
                 raise from_rpc_error(failure) from failure
+
+    def _take(
+        self, grant: Handle, handle: encoder_pb2.EmbeddingHandle, response: encoder_pb2.PushResponse
+    ) -> torch.Tensor:
         if response.transfer_id != grant.transfer_id or len(response.checksums.rows) != handle.rows:
             raise Corrupt("the encoder answered for another transfer; try again")
         self.landing.notice(grant.transfer_id, complete=True)
@@ -162,6 +185,24 @@ class EmbeddingReceiver:
             rows,
         )
         return rows.view(self._dtype)
+
+    async def _recall(self, landing: common_pb2.TransferHandle, handle: encoder_pb2.EmbeddingHandle) -> None:
+        """Ask the encoder to take back a push that may not even have arrived: then nobody would ever say the last word
+        of its rows (L7). One that is dead cannot be asked; its death frees them."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + RECALL_S
+        request = encoder_pb2.RecallRequest(owner=handle.owner, landing=landing)
+        while loop.time() < until and self.landing.writable(landing.transfer_id):
+            try:
+                async with self._channels.use(handle.endpoint) as channel:
+                    stub = encoder_pb2_grpc.EncoderServiceStub(channel)
+                    await stub.Recall(request, timeout=RECALL_ANSWER_S)
+            except grpc.aio.AioRpcError as failure:
+                _log.info("a push was not recalled yet", error=str(from_rpc_error(failure)))
+                await asyncio.sleep(RECALL_PAUSE_S)
+            else:
+                self.landing.notice(landing.transfer_id, complete=False)
+                return
 
     def take_notices(self, notices: Iterable[TerminalNotice]) -> None:
         """Terminal notices from the wire; those of other transfers are counted as late and change nothing."""

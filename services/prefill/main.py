@@ -80,6 +80,8 @@ async def start(settings: PrefillSettings, lives: WorkerLives, life: Lifecycle) 
     for region in loaded.source_regions():
         transfer.register(region)
     receiver = _receiver(settings, loaded, transfer, channels, process, signer)
+    if receiver is not None:
+        life.on_close("recalls", receiver.close)
     events = EventLog(Source(process.replica_id, life.incarnation), loaded.pool.layout.block_tokens)
     tier = await WorkerTier.open(
         settings.cache,

@@ -81,6 +81,8 @@ METHODS: Final[Mapping[str, frozenset[PeerRole]]] = {
     "headrace.v1.RegistryService/List": _CLUSTER | _OPERATORS,
     "headrace.v1.RegistryService/Watch": _CLUSTER | _OPERATORS,
     "headrace.v1.EncoderService/Push": frozenset({PeerRole.PREFILL, PeerRole.WHOLE}),
+    "headrace.v1.EncoderService/Recall": frozenset({PeerRole.PREFILL, PeerRole.WHOLE}),
+    "headrace.v1.PrefillService/Cancel": _ROUTER | {PeerRole.DECODE, PeerRole.WHOLE},
     "headrace.v1.DecodeService/Commit": frozenset({PeerRole.PREFILL, PeerRole.WHOLE}),
     "headrace.v1.DecodeService/EndTransfer": _ROUTER | {PeerRole.PREFILL, PeerRole.WHOLE},
 }

@@ -32,6 +32,7 @@ CALLERS: Final = {
     "Health": CLIENT,
     "ServerReflection": OPERATOR,
     "EncoderService/Push": "prefill-0",
+    "EncoderService/Recall": "prefill-0",
     "DecodeService/Commit": "prefill-0",
     "DecodeService/EndTransfer": "prefill-0",
 }

@@ -273,6 +273,8 @@ class Seeds:
         if name == "Release":
             return Seed([encoder_pb2.EncoderServiceReleaseRequest(lease_ids=[handle.lease_id])], release)
         landing, agent = self.decode.embedding_landing(handle)
+        if name == "Recall":
+            return Seed([encoder_pb2.RecallRequest(owner=handle.owner, landing=landing)], release)
         return Seed([encoder_pb2.PushRequest(handle=handle, landing=landing, receiver=agent)], release)
 
     async def _cache_peer(self, name: str, method: Method, port: str) -> Seed:
