@@ -19,6 +19,7 @@ from headrace.engine.messages import (
     Committed,
     EngineStatus,
     FinishReason,
+    GetQuarantined,
     PoolCounts,
     RebuildLanding,
     Renew,
@@ -74,6 +75,8 @@ class DecodeRole(WholeRole):
                 return self._commit(command)
             case TransferEnded(transfer_id, complete):
                 return self._landings.notice(transfer_id, complete=complete)
+            case GetQuarantined():
+                return self._landings.quarantined()
             case SenderDied(incarnation):
                 handles = self._landings.sender_died(incarnation)
                 return tuple(RequestKey(handle.request_id, handle.attempt) for handle in handles)

@@ -38,6 +38,10 @@ class Landings:
     def sender_died(self, incarnation: str) -> tuple[Handle, ...]:
         return tuple(handle for region in self.regions for handle in region.sender_died(incarnation))
 
+    def quarantined(self) -> tuple[tuple[Handle, str | None], ...]:
+        """Grants of all regions that wait for their sender's last word, and the senders."""
+        return tuple(found for region in self.regions for found in region.quarantined())
+
     def rebuild(self) -> LandingRegion:
         """A fresh region for new grants. Waits under way end in the old one."""
         self._older.append(self.newest)

@@ -8,6 +8,7 @@ code touches neither pool nor model nor scheduler. Events (engine/events.py) are
     prefill   Prefill, Unpin, HandedOver, Cancel         PrefillAccepted, RowsReady / Progress…,
                                                          PrefillDone | PrefillFailed
     decode    Reserve, Commit, TransferEnded, SenderDied,
+              GetQuarantined,
               Renew, Credit, Cancel                      Tokens… Finished per choice, then Usage
     all       EndAll, GetStatus, CheckIntegrity
 """
@@ -208,6 +209,11 @@ class EndAll(Command[None]):
 
 
 @dataclass(frozen=True)
+class GetQuarantined(Command["tuple[tuple[Handle, str | None], ...]"]):
+    """Decode role: grants that nobody waits for and whose sender has not said its last word; and the sender."""
+
+
+@dataclass(frozen=True)
 class GetStatus(Command[EngineStatus]):
     pass
 
@@ -234,6 +240,7 @@ __all__ = [
     "FinishReason",
     "Finished",
     "FirstToken",
+    "GetQuarantined",
     "GetStatus",
     "HandedOver",
     "Outbox",

@@ -375,18 +375,24 @@ class PrefillServiceCancelRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ID_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def id(self) -> _common_pb2.AttemptId:
         """The run."""
+
+    @_builtins.property
+    def peer(self) -> _common_pb2.PeerId:
+        """Who is meant, where another life at the same address is no evidence about it; absent: whoever answers."""
 
     def __init__(
         self,
         *,
         id: _common_pb2.AttemptId | None = ...,
+        peer: _common_pb2.PeerId | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "peer", b"peer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "peer", b"peer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,6 +12,7 @@ from headrace.kvcache.event_log import EventLog, Source
 from headrace.services.decode.attach import AttachHub, reap_journals
 from headrace.services.decode.journals import Journals
 from headrace.services.decode.landing import LandingKeeper, make_landing, register_landing
+from headrace.services.decode.last_words import LastWords, asking
 from headrace.services.decode.service import DecodeServicer
 from headrace.services.decode.settings import DecodeSettings
 from headrace.services.runtime.clock import Clock
@@ -191,6 +192,7 @@ async def start(settings: DecodeSettings, lives: WorkerLives, life: Lifecycle) -
     watch = SenderWatch(Role.PREFILL, prefill_died, transfer.sender_left)
     life.spawn(watch.follow(registry), "peer-watch")
     life.spawn(watch.examine(), "peer-examination")
+    life.spawn(LastWords(link, watch.endpoint, asking(channels)).run(), "last-words")
 
 
 class Canary:

@@ -28,6 +28,7 @@ from headrace.services.runtime.errors import (
     Aborted,
     Cancelled,
     DeadlineExceeded,
+    FailedPrecondition,
     HeadraceError,
     Incompatible,
     InvalidArgument,
@@ -187,6 +188,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.PrefillServiceCancelRequest, context: _Context
     ) -> prefill_pb2.PrefillServiceCancelResponse:
         """See prefill.proto. The run's stream ends with failed(CANCELLED)."""
+        if request.peer.incarnation not in ("", self._peer.incarnation):
+            raise FailedPrecondition("another life of this replica is meant", field="peer")
         key = request_key(request.id)
         self._recalled[key] = None
         while len(self._recalled) > MAX_RECALLED:

@@ -56,6 +56,11 @@ class SenderWatch:
         self._processes: dict[str, tuple[ProcessIdentity, ...]] = {}
         self._suspects: dict[str, tuple[ProcessIdentity, ...]] = {}
         self._suspected = asyncio.Event()
+        self._endpoints: dict[str, str] = {}
+
+    def endpoint(self, incarnation: str) -> str | None:
+        """Where a sender answers, or answered when it was a member; None once it is known to be dead."""
+        return self._endpoints.get(incarnation)
 
     @property
     def suspects(self) -> int:
@@ -76,6 +81,7 @@ class SenderWatch:
                 continue  # agents are not read at every load that is published
             found = tuple(_processes(rank.agent for rank in replica.ranks))
             if own:
+                self._endpoints[replica.incarnation] = replica.endpoint
                 self._processes[replica.incarnation] = found
                 self._suspects.pop(replica.incarnation, None)
             await self._follow_lives(replica.incarnation, found)
@@ -84,9 +90,13 @@ class SenderWatch:
         """Former lives of these processes are over."""
         for former, suspects in tuple(self._suspects.items()):
             if former != incarnation and processes and set(suspects) & set(processes):
-                del self._suspects[former]
+                self._forget(former)
                 _log.info("a sender began another life", former=short(former), incarnation=short(incarnation))
                 await self._on_dead(former)
+
+    def _forget(self, suspect: str) -> None:
+        del self._suspects[suspect]
+        self._endpoints.pop(suspect, None)
 
     def _suspect(self, replica: Replica) -> None:
         processes = self._processes.pop(replica.incarnation, ())
@@ -104,10 +114,10 @@ class SenderWatch:
                 found = {process.liveness() for process in processes}
                 if Liveness.UNKNOWN in found:
                     if self._on_left is None or self._monotonic() - self._since[incarnation] >= LEFT_S:
-                        del self._suspects[incarnation]
+                        self._forget(incarnation)
                         self._give_up(incarnation, processes)
                 elif found == {Liveness.DEAD}:
-                    del self._suspects[incarnation]
+                    self._forget(incarnation)
                     _log.info("a sender is dead", incarnation=short(incarnation))
                     await self._on_dead(incarnation)
             self._since = {one: when for one, when in self._since.items() if one in self._suspects}
