@@ -20,12 +20,17 @@ from headrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 _log = logs.get(__name__)
 RECONNECT_S = 0.2
 """Pause before a stream that could not be opened is tried again."""
+RESTARTED = "the decode replica was restarted"
 OWN_STALL_S = 0.5
 """A timer of this process that is so late says that this process stood still, not its peer."""
 
 
 class Overtaken(Aborted):
     """Another stream of the same request has it now, or a newer attempt: it is over here, and not repeated (L16)."""
+
+
+class _AnotherLife(Exception):
+    """Who answers is not the one that this link is for."""
 
 
 class Feed:
@@ -79,7 +84,7 @@ class Feed:
 
 
 class DecodeLink:
-    """Runs the stream to one life of one decode replica for as long as it is a member."""
+    """Runs the stream to one life of one decode replica while it is a member, or until another life answers."""
 
     def __init__(
         self,
@@ -91,17 +96,21 @@ class DecodeLink:
         credit_tokens: int,
         on_load: Callable[[common_pb2.LoadReport], None],
         on_broken: Callable[[bool], None] = lambda broken: None,
+        life: str = "",
     ) -> None:
-        """`silence_s`: decode counts as stalled when it has said nothing for so long; every word here is answered.
-        `on_broken` is told when the stream breaks, and when it is open again."""
+        """`life`: incarnation of the replica; default: whoever answers first. `silence_s`: decode counts as stalled
+        when it has said nothing for so long; every word here is answered. `on_broken` is told when the stream
+        breaks, and when it is open again."""
         self._router = router
         self._stub = decode_pb2_grpc.DecodeServiceStub(channel)
         self._renew_s = renew_s
         self._silence_s = silence_s
         self._heard = 0.0
         """When decode said something last, or was asked to; on the loop's clock."""
-        self._peer = ""
-        """Incarnation of who answers."""
+        self._peer = life
+        """Incarnation of who is to answer."""
+        self._over = False
+        """Another life answers at the address: that one's own link speaks to it, and this one would take its stream."""
         self._credit_tokens = credit_tokens
         self._on_load = on_load
         self._on_broken = on_broken
@@ -123,6 +132,8 @@ class DecodeLink:
         """A feed for an attempt that is about to be reserved, or was adopted after `received` tokens."""
         feed = Feed(attempt, self._credit_tokens, self._grant, received)
         self._feeds[_key(attempt)] = feed
+        if self._over:
+            feed.put(Unavailable(RESTARTED))
         return feed
 
     def detach(self, request_id: str) -> None:
@@ -164,8 +175,10 @@ class DecodeLink:
         self._fail("the decode replica is gone; the request is lost")
 
     async def _run(self) -> None:
-        while True:
+        while not self._over:
             reason, stalled = await self._stream()
+            if task_is_cancelled():  # grpc.aio loses a cancel that comes with the end of a call
+                raise asyncio.CancelledError
             was_open = self.attached.is_set()
             self.attached.clear()
             self._on_broken(True)
@@ -186,6 +199,9 @@ class DecodeLink:
             async for response in call:
                 self._heard = loop.time()
                 self._take(response)
+        except _AnotherLife:
+            self._over = True
+            return RESTARTED, True
         except grpc.aio.AioRpcError as error:
             return f"the stream to the decode replica broke: {from_rpc_error(error)}", False
         except asyncio.CancelledError:
@@ -243,7 +259,7 @@ class DecodeLink:
     def _take(self, response: decode_pb2.AttachResponse) -> None:
         if response.HasField("decode"):
             if self._peer not in ("", response.decode.incarnation):
-                self._fail("the decode replica was restarted")
+                raise _AnotherLife
             self._peer = response.decode.incarnation
             self._on_broken(False)
             self.attached.set()

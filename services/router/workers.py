@@ -156,6 +156,7 @@ class Workers:
             credit_tokens=self._settings.router.credit_tokens,
             on_load=lambda load: self.report(replica, load),
             on_broken=lambda broken: self._mark(replica, broken=broken),
+            life=replica.incarnation,
         )
 
     def _mark(self, replica: base.Replica, *, broken: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -53,7 +53,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer):
 
 @asynccontextmanager
 async def attached(
-    renew_s: float, silence_s: float = 1e4, on_broken: Callable[[bool], None] = lambda broken: None
+    renew_s: float, silence_s: float = 1e4, on_broken: Callable[[bool], None] = lambda broken: None, life: str = ""
 ) -> AsyncIterator[tuple[FakeDecode, DecodeLink]]:
     """A link to a decode that listens."""
     decode, server = FakeDecode(), grpc.aio.server()
@@ -69,6 +69,7 @@ async def attached(
         credit_tokens=8,
         on_load=lambda load: None,
         on_broken=on_broken,
+        life=life,
     )
     try:
         yield decode, link
@@ -160,6 +161,35 @@ async def test_a_replica_that_was_restarted_has_forgotten() -> None:
         decode.says.put_nowait(None)
         with pytest.raises(Unavailable, match="restarted"):
             await asyncio.wait_for(feed.next(), PATIENCE_S)
+
+
+async def test_a_link_is_for_one_life() -> None:
+    """L14: the next life at the same address has a link of its own. Two of one router would take each other's stream
+    for ever, until the registry knows that the former life is over."""
+    told: list[bool] = []
+    async with attached(renew_s=0.05, on_broken=told.append, life="0") as (decode, link):
+        feed = link.open(attempt("r"))
+        with pytest.raises(Unavailable, match="restarted"):
+            await asyncio.wait_for(feed.next(), PATIENCE_S)
+        assert told == [True]
+        with pytest.raises(Unavailable, match="restarted"):
+            await asyncio.wait_for(link.open(attempt("s")).next(), PATIENCE_S)
+        await asyncio.sleep(0.5)
+        assert decode.streams == 1
+
+
+async def test_a_cancel_that_comes_with_the_end_of_a_call_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica leaves while its stream breaks: grpc.aio then keeps the cancel to itself."""
+
+    async def ends(link: DecodeLink) -> tuple[str, bool]:
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return "the stream broke", False
+
+    monkeypatch.setattr(DecodeLink, "_stream", ends)
+    async with attached(renew_s=3600.0) as (_, link):
+        await asyncio.sleep(0)
+        await asyncio.wait_for(link.stop(), PATIENCE_S)
 
 
 async def test_a_silent_replica_counts_as_stalled() -> None:
