@@ -24,6 +24,7 @@ usage: ./build.sh VERB
   proto           generate headrace/v1 from proto/
   torture [ARGS]  kill, cut the power, damage and fill up stores, in full; `test` runs a short form of it
   fuzz [ARGS]     mutated messages and forged handles against every port, in full; `test` runs a short form of it
+  soak [ARGS]     kill, freeze and cut off processes under load with known answers (--minutes 10 --seed 1 --json)
   bench NAME …    run one benchmark; further arguments go to it (try --json)
 
 environment
@@ -210,6 +211,12 @@ fuzz)
     setup
     export PYTHONSAFEPATH=1 PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
     exec "$VENV/bin/python" -m tests.fuzz "$@"
+    ;;
+soak)
+    setup
+    ensure_servers
+    export PYTHONSAFEPATH=1 PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
+    exec "$VENV/bin/python" -m tests.chaos "$@"
     ;;
 bench)
     [[ $# -ge 1 ]] || die "bench needs a name: $(cd bench && ls | sed -n 's/^\([a-z].*\)\.py$/\1/p' | tr '\n' ' ')"

@@ -23,9 +23,9 @@ LONG_S = 480.0
 
 
 def shapes(minutes: float, families: Sequence[str], clients: int) -> list[Shape]:
-    """The rounds: DeepSeek-V4.1 with pictures for six tenths of the time, then DeepSeek-V3."""
+    """The rounds: DeepSeek-V4.1 with pictures for four tenths of the time, then DeepSeek-V3."""
     seconds = minutes * 60
-    shares = {"v41": 0.55, "v3": 0.45} if len(families) > 1 else {families[0]: 1.0}
+    shares = {"v41": 0.4, "v3": 0.6} if len(families) > 1 else {families[0]: 1.0}
     found = []
     for family in families:
         replicas = {"router": 2, "prefill": 2, "decode": 3}
@@ -37,8 +37,8 @@ def shapes(minutes: float, families: Sequence[str], clients: int) -> list[Shape]
                 seconds * shares[family],
                 replicas,
                 clients=clients,
-                templates=30,
-                tokens=24 if family == "v41" else 60,
+                templates=18 if family == "v41" else 30,
+                tokens=12 if family == "v41" else 40,
             )
         )
     return found

@@ -1,4 +1,4 @@
-"""The wall clock of the cluster's processes, which the harness moves: a preloaded library adds what a shared file says."""
+"""The wall clock of the cluster's processes, which the harness moves: a preloaded library adds what a file says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SOURCE = Path(__file__).with_name("clock.c")
 
 
 class WallClock:
-    """Of all processes that are started with `environ`. Without a C compiler it cannot be moved, and `reason` says so."""
+    """Of all processes that are started with `environ`. Without a C compiler it cannot be moved; `reason` says so."""
 
     def __init__(self, folder: Path) -> None:
         self.reason = ""

@@ -56,7 +56,7 @@ class Faults:
         """Reason → faults."""
 
     async def run(self, begun: float, seconds: float) -> None:
-        """All lanes, until the round's end; what has begun is healed before this returns."""
+        """All lanes, `seconds` at most; what has begun is healed before this returns."""
         lanes: dict[str, list[Fault]] = {}
         for fault in self._plan:
             lanes.setdefault(fault.lane, []).append(fault)
@@ -67,7 +67,7 @@ class Faults:
             await asyncio.sleep(max(0.0, begun + fault.at_s - time.monotonic()))
             reason = self._impossible(fault)
             if not reason and not await self._permitted(fault, end):
-                reason = "the round was over first"
+                reason = "its time was over"
             if reason:
                 self.left_out[reason] = self.left_out.get(reason, 0) + 1
                 continue
@@ -134,9 +134,9 @@ class Faults:
         child = self._cluster.processes[fault.target].child
         assert child is not None
         child.signal(signal.SIGKILL)
-        await asyncio.to_thread(child.wait, 10.0)
+        await child.wait(10.0)
         await asyncio.sleep(fault.seconds)
-        self._cluster.spawn(fault.target)
+        await self._cluster.spawn(fault.target)
 
     async def _stop(self, fault: Fault) -> None:
         process = self._cluster.processes[fault.target]

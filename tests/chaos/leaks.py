@@ -11,10 +11,12 @@ from pathlib import Path
 
 import grpc.aio
 
+from headrace.v1 import control_pb2, control_pb2_grpc
 from tests.chaos.processes import ChaosCluster, Process
 from tests.services.cluster import busy
 
 QUIET_S = 90.0
+VERIFY_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,19 @@ async def quiesce(cluster: ChaosCluster, seconds: float = QUIET_S) -> list[str]:
         if not found or time.monotonic() > deadline:
             return found
         await asyncio.sleep(0.5)
+
+
+async def store_problems(cluster: ChaosCluster) -> list[str]:
+    """Every record of the store, held against its index by a worker: what is damaged, and rows of nothing."""
+    stub = control_pb2_grpc.ControlServiceStub(cluster.of("router")[0].channel)
+    last = control_pb2.VerifyCacheResponse()
+    try:
+        async for response in stub.VerifyCache(control_pb2.VerifyCacheRequest(), timeout=VERIFY_S):
+            last = response
+    except grpc.aio.AioRpcError as failed:
+        return [f"the store cannot be verified: {failed.code().name} {failed.details()}"]
+    found = [f"the store has {len(last.bad)} damaged records: {last.bad[0]}"] if last.bad else []
+    return found + ([f"the store's index has {last.dangling} rows of nothing"] if last.dangling else [])
 
 
 async def _left(cluster: ChaosCluster, process: Process) -> list[str]:

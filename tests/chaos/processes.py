@@ -5,35 +5,39 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import random
-import shutil
 import signal
-import socket
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc.aio
 
-import headrace
 from bench.tier_harness.processes import Server, redis_server
-from headrace.cli.child import Child, ChildSpec, address_file
 from headrace.services.runtime.server import open_channel
 from headrace.services.runtime.settings import RpcSettings
 from headrace.v1 import common_pb2, control_pb2, control_pb2_grpc, registry_pb2
 from tests.chaos.clock import WallClock
 from tests.chaos.proxy import Proxy
-from tests.services.cluster import EXACT, POOL
+from tests.chaos.servers import etcd_server, ports, registered
+from tests.chaos.zygote import Forked, Zygote
+from tests.services.cluster import POOL
 
 START_S = 300.0
 STOP_S = 30.0
 WATCH_S = 0.5
 CALL_S = 3.0
+AGAIN_S = 1.0
 ROUTER = (
     "router.salt_secret=0123456789abcdef",
     "router.credit_tokens=16",
+    "requests.max_attempts=12",
+)
+EXACT = (
+    "load.dtype=float32",
+    "load.entry_format=float32",
+    "load.batch_invariant=true",
+    "load.block_tokens=16",
 )
 ENGINE = (
     *EXACT,
@@ -57,9 +61,7 @@ class Process:
     port: int
     proxy: Proxy
     channel: grpc.aio.Channel
-    child: Child | None = None
-    started_at: float = 0.0
-    """By the monotonic clock; of the present life."""
+    child: Forked | None = None
     touched: bool = False
     """A fault is being done to it, or it has not come back from one."""
     stopped: bool = False
@@ -81,9 +83,7 @@ class Process:
 class ChaosCluster:
     """`async with`; nothing stays when it ends. `problems` are ends and states that should not have been."""
 
-    def __init__(
-        self, folder: Path, run_dir: Path, replicas: Mapping[str, int], store: Path, clock: WallClock
-    ) -> None:
+    def __init__(self, folder: Path, run_dir: Path, replicas: Mapping[str, int], store: Path, clock: WallClock) -> None:
         """`folder`: the model. `replicas`: role → number. `store`: directory of the cache's store."""
         self.folder, self.run_dir, self.store, self.clock = folder, run_dir, store, clock
         self.replicas = replicas
@@ -91,6 +91,12 @@ class ChaosCluster:
         self.servers: dict[str, Server] = {}
         self.server_proxies: dict[str, Proxy] = {}
         self.problems: list[str] = []
+        self.starts_repeated = 0
+        self.left: list[str] = []
+        """Entries of the registry after everybody has left it."""
+        self._zygote = Zygote(self._environ(), run_dir)
+        self._running = False
+        """Everybody has been ready: whoever ends untouched has ended by itself."""
         self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> ChaosCluster:
@@ -125,28 +131,38 @@ class ChaosCluster:
     def spares(self, name: str) -> bool:
         """Whether its role has another replica that is sound and left alone."""
         role = self.processes[name].role
-        return any(
-            other.name != name and not other.touched and self.ready(other.name) for other in self.of(role)
-        )
+        return any(other.name != name and not other.touched and self.ready(other.name) for other in self.of(role))
 
-    def spawn(self, name: str) -> None:
+    async def spawn(self, name: str) -> None:
         """Start a process, for the first time or again."""
         process = self.processes[name]
-        spec = ChildSpec(name, process.role, self._command(process), self._environ())
-        process.child = Child(spec, self.run_dir, restarted=process.child is not None)
-        process.status, process.started_at = None, time.monotonic()
+        process.child = await self._zygote.spawn(name, *self._arguments(process))
+        process.status = None
+
+    async def _again(self, process: Process) -> None:
+        """Start one that ended by itself, which is a problem; the others go on with it."""
+        assert process.child is not None
+        self.problems.append(f"{process.name} ended by itself ({process.child.status}): {process.child.tail(3)}")
+        await asyncio.sleep(AGAIN_S)
+        await self.spawn(process.name)
 
     async def until_ready(self, names: Sequence[str], seconds: float) -> bool:
-        """Wait for them; whether they came. A process that ends by itself is a problem of its own."""
+        """Wait for them; whether they came."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if all(self.ready(name) for name in names):
                 return True
             for name in names:
                 process = self.processes[name]
-                if not process.alive and process.child is not None:
-                    self.problems.append(f"{name} ended by itself ({process.child.status}): {process.child.tail(5)}")
-                    return False
+                if process.alive or process.child is None:
+                    continue
+                if "No space left on device" in process.child.tail(8):
+                    # A worker does not start over a store that is full; whoever keeps it running tries again.
+                    self.starts_repeated += 1
+                    await asyncio.sleep(AGAIN_S)
+                    await self.spawn(name)
+                    continue
+                await self._again(process)
             await asyncio.sleep(0.1)
         return False
 
@@ -166,10 +182,14 @@ class ChaosCluster:
                     child.signal(number)
             deadline = time.monotonic() + STOP_S
             for child in running:
-                ended = await asyncio.to_thread(child.wait, deadline - time.monotonic())
+                ended = await child.wait(deadline - time.monotonic())
                 if not ended or child.status != 0:
                     self.problems.append(f"{child.name} did not end well ({child.status}): {child.tail(5)}")
-                child.kill()
+                child.signal(signal.SIGKILL)
+        etcd = self.servers.get("etcd")
+        if etcd is not None and etcd.running:
+            self.left += await registered(etcd.address)
+        await self._zygote.close()
         for server in self.servers.values():
             server.kill()
         for process in self.processes.values():
@@ -183,16 +203,17 @@ class ChaosCluster:
     # --- inside ------------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        ports = _ports()
-        self.servers["etcd"] = _etcd(self.run_dir, next(ports), next(ports))
-        self.servers["redis"] = redis_server(self.run_dir / "redis", next(ports))
+        self.run_dir.mkdir(parents=True)
+        free = ports()
+        self.servers["etcd"] = etcd_server(self.run_dir, next(free), next(free))
+        self.servers["redis"] = redis_server(self.run_dir / "redis", next(free))
         for name, server in self.servers.items():
             server.start()
             proxy = self.server_proxies[name] = Proxy(server.port)
             await proxy.start()
         for role in LIVES_OF:
             for index in range(self.replicas.get(role, 0)):
-                port = next(ports)
+                port = next(free)
                 proxy = Proxy(port)
                 await proxy.start()
                 name = f"{role}-{index}"
@@ -200,16 +221,18 @@ class ChaosCluster:
                 self.processes[name] = Process(name, role, port, proxy, channel)
         for server in self.servers.values():
             await asyncio.to_thread(server.wait_until_it_listens)
+        await self._zygote.start()
         for name in self.processes:
-            self.spawn(name)
+            await self.spawn(name)
         self._watching = asyncio.create_task(self._watch())
         if not await self.until_ready(list(self.processes), START_S):
             late = [name for name in self.processes if not self.ready(name)]
             child = self.processes[late[0]].child
             tail = "" if child is None else child.tail()
             raise RuntimeError(f"the cluster does not start: {self.problems or late}\n{tail}")
+        self._running = True
 
-    def _command(self, process: Process) -> tuple[str, ...]:
+    def _arguments(self, process: Process) -> tuple[str, ...]:
         store = f"file://{self.store}"
         index = f"redis://{self.server_proxies['redis'].address}/0"
         own = {
@@ -223,16 +246,14 @@ class ChaosCluster:
             f"registry.address={self.server_proxies['etcd'].address}",
             f"listen.port={process.port}",
             f"listen.advertise={process.proxy.address}",
-            f"listen.address_file={address_file(self.run_dir, process.name)}",
-            f"stop.parent_pid={os.getpid()}",
+            f"stop.parent_pid={self._zygote.pid}",
             *COMMON,
             *own,
         )
-        serve = (sys.executable, "-m", "headrace.cli.main", "serve", process.role)
-        return serve + tuple(part for item in sets for part in ("--set", item))
+        return ("serve", process.role, *(part for item in sets for part in ("--set", item)))
 
     def _environ(self) -> Mapping[str, str]:
-        root = str(Path(headrace.__file__).resolve().parents[1])
+        root = str(Path(__file__).resolve().parents[2])
         own = {"PYTHONPATH": root, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "UCX_NET_DEVICES": "lo"}
         return os.environ | own | self.clock.environ
 
@@ -240,6 +261,9 @@ class ChaosCluster:
         """Keep every process's status; L11 holds at every instant on every service."""
         while True:
             await asyncio.gather(*(self._look(each) for each in self.processes.values()))
+            for process in self.processes.values():
+                if process.child is not None and not process.alive and not process.touched and self._running:
+                    await self._again(process)
             await asyncio.sleep(WATCH_S)
 
     async def _look(self, process: Process) -> None:
@@ -277,40 +301,3 @@ def _members(router: Process) -> set[tuple[str, int]]:
 def role_of(name: str) -> str:
     """`prefill-1` → `prefill`."""
     return name.rpartition("-")[0] or name
-
-
-def _etcd(run_dir: Path, port: int, peer_port: int) -> Server:
-    found = shutil.which("etcd")
-    if found is None:
-        raise RuntimeError("no etcd here; install the package etcd-server")
-    client, peer = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peer_port}"
-    options = {
-        "data-dir": run_dir / "etcd-data",
-        "listen-client-urls": client,
-        "advertise-client-urls": client,
-        "listen-peer-urls": peer,
-        "initial-advertise-peer-urls": peer,
-        "initial-cluster": f"default={peer}",
-        "log-level": "error",
-    }
-    command = [*guard(), found, *(f"--{name}={value}" for name, value in options.items())]
-    return Server(command, port, run_dir / "etcd.log")
-
-
-def guard() -> list[str]:
-    """Before a command: the process ends with the harness, whatever ends that."""
-    setpriv = shutil.which("setpriv")
-    return [] if setpriv is None else [setpriv, "--pdeathsig", "KILL", "--"]
-
-
-def _ports() -> Iterator[int]:
-    """Free ports below those that outgoing connections take, so that a killed process finds its own again."""
-    port = random.Random(os.getpid()).randrange(12_000, 30_000)
-    while True:
-        port = port + 1 if port < 32_000 else 12_000
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        yield port

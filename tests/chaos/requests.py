@@ -26,10 +26,17 @@ def picture(rng: random.Random) -> bytes:
     return buffer.getvalue()
 
 
-def templates(seed: int, count: int, *, pictures: bool, tokens: int) -> list[inference_pb2.GenerateRequest]:
+def templates(
+    seed: int, count: int, *, pictures: bool, texts: bool, tokens: int
+) -> list[inference_pb2.GenerateRequest]:
     """`count` requests of about so many tokens; of every six one is of each kind: greedy, seeded, three choices with
-    penalties and log-probabilities, stop strings, a long prompt over a shared prefix, and pictures (else seeded)."""
-    return [_template(random.Random(f"{seed} template {index}"), seed, index, pictures, tokens) for index in range(count)]
+    penalties and log-probabilities, stop strings (stop tokens where the model has no `texts`), a long prompt over a
+    shared prefix, and pictures (else seeded)."""
+    found = []
+    for index in range(count):
+        rng = random.Random(f"{seed} template {index}")
+        found.append(_template(rng, seed, index % 6, pictures, texts, tokens))
+    return found
 
 
 def _ids(rng: random.Random, length: int) -> list[int]:
@@ -37,9 +44,8 @@ def _ids(rng: random.Random, length: int) -> list[int]:
 
 
 def _template(
-    rng: random.Random, seed: int, index: int, pictures: bool, tokens: int
+    rng: random.Random, seed: int, kind: int, pictures: bool, texts: bool, tokens: int
 ) -> inference_pb2.GenerateRequest:
-    kind = index % 6
     prompt = inference_pb2.TokenPrompt(token_ids=_ids(rng, rng.randrange(20, 120)))
     sampling = common_pb2.SamplingParams(temperature=0.9, top_p=0.95, seed=1 + rng.randrange(1 << 40))
     stop = common_pb2.StopParams(max_tokens=rng.randrange(tokens // 2, tokens * 3 // 2), ignore_eos=True)
@@ -53,7 +59,11 @@ def _template(
     elif kind == 3:
         sampling.logprobs = 0
         # Single letters come soon, and of the others the beginnings: much is held back until it is decided.
-        stop.stop.extend([rng.choice("aeiou") + rng.choice("bcd"), "the", rng.choice("XYZ"), "e\x00"])
+        strings = [rng.choice("aeiou") + rng.choice("bcd"), "the", rng.choice("XYZ"), "e\x00"]
+        if texts:
+            stop.stop.extend(strings)
+        else:
+            stop.stop_token_ids.extend(rng.sample(range(LOW, HIGH), 12))
         stop.min_tokens = 2
     elif kind == 4:
         shared = random.Random(f"{seed} prefix {rng.randrange(SHARED_PREFIXES)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -48,6 +49,7 @@ def conclude(seed: int, rounds: Sequence[Found], bars: Bars) -> dict[str, Any]:
     growth = {f"{found.family} {name}": ratio for found in rounds for name, ratio in grown(found).items()}
     leaks += [f"{found.family}: {text}" for found in rounds for text in descriptors(found)]
     problems = [f"{found.family}: {text}" for found in rounds for text in (*found.problems, *found.books.problems())]
+    problems = [text[:600] for text in problems]
     wrong = [trace for trace in traces if trace.watch.wrong]
     errors = [trace for trace in traces if trace.watch.event_errors]
     failed = [trace for trace in traces if trace.outcome is Outcome.FAILED]
@@ -69,7 +71,10 @@ def conclude(seed: int, rounds: Sequence[Found], bars: Bars) -> dict[str, Any]:
         "faults_by_kind": dict(Counter(name_of(each) for each in done)),
         "kills_by_process": dict(kills),
         "faults_by_process": dict(Counter(kind_of(each) for each in done)),
-        "faults_left_out": {f"{found.family}: {why}": number for found in rounds for why, number in found.left_out.items()},
+        "faults_left_out": {
+            f"{found.family}: {why}": number for found in rounds for why, number in found.left_out.items()
+        },
+        "starts_repeated": sum(found.starts_repeated for found in rounds),
         "streams_lost": dict(sum((Counter(found.breaks) for found in rounds), Counter())),
         "next_token_after_decode_death_s": percentiles(pauses),
         "rss_growth": growth,
@@ -140,7 +145,7 @@ def grown(found: Found) -> dict[str, float]:
 
 
 def descriptors(found: Found) -> list[str]:
-    """Descriptors that old processes have more of than when they were warm and busy: sockets come with peers, and go."""
+    """Descriptors that old processes have more of than when they were warm: sockets come with peers, and go."""
     texts = []
     for name, prints in found.footprints.items():
         pair = warm_and_last(prints)
@@ -160,7 +165,7 @@ def after_decode_death(found: Found) -> list[float]:
             if trace.opened < done.at < trace.closed and _was_there(trace, done.incarnation):
                 later = [done.at, *(at for at in trace.arrivals if at >= done.at)]
                 if len(later) > 1 and trace.arrivals[0] < done.at:
-                    pauses.append(max(b - a for a, b in zip(later, later[1:], strict=False)))
+                    pauses.append(max(b - a for a, b in itertools.pairwise(later)))
     return pauses
 
 

@@ -20,7 +20,7 @@ from tests.chaos.checker import GOOD_ENDS, Answer, Books, Watch
 from tests.chaos.clients import Clients, Trace
 from tests.chaos.clock import WallClock
 from tests.chaos.faults import Done, Faults
-from tests.chaos.leaks import Footprint, footprint, quiesce
+from tests.chaos.leaks import Footprint, footprint, quiesce, store_problems
 from tests.chaos.processes import ChaosCluster
 from tests.chaos.requests import templates
 from tests.chaos.schedule import LONG, Rates, faults
@@ -48,6 +48,8 @@ class Shape:
     tokens: int
     """Of a choice, about."""
     rates: Rates = LONG
+    grace_s: float = 120.0
+    """How much later than planned the last faults may come on a busy machine; the load goes on meanwhile."""
 
 
 @dataclass
@@ -64,6 +66,8 @@ class Found:
     breaks: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     """Of processes: ends and states that should not have been."""
+    starts_repeated: int = 0
+    """Workers that were started while the store's disk was full, and again."""
     leaks: list[str] = field(default_factory=list)
     footprints: dict[str, list[Footprint]] = field(default_factory=dict)
     """By process, of its last life, over time."""
@@ -75,7 +79,7 @@ async def play(seed: int, shape: Shape, folder: Path, told: Told) -> Found:
     """One round in `folder`. Raises RuntimeError when the cluster does not even start or answer in calm."""
     found = Found(shape.family, shape.seconds)
     before = shared_memory()
-    folder.mkdir(parents=True)
+    await asyncio.to_thread(folder.mkdir, parents=True)
     model = (make_v3 if shape.family == "v3" else make_v41)(folder / "model")
     clock = WallClock(folder)
     with own_file_system(folder / "store", told) as store:
@@ -83,12 +87,16 @@ async def play(seed: int, shape: Shape, folder: Path, told: Told) -> Found:
         async with ChaosCluster(model, folder / "run", shape.replicas, store, clock) as cluster:
             await _play(seed, shape, cluster, found, told)
         found.problems += cluster.problems
+        found.leaks += cluster.left
+        found.starts_repeated = cluster.starts_repeated
     found.leaks += [f"/dev/shm/{name}" for name in sorted(left_behind(before))]
     return found
 
 
 async def _play(seed: int, shape: Shape, cluster: ChaosCluster, found: Found, told: Told) -> None:
-    asked = templates(seed, shape.templates, pictures=bool(shape.replicas.get("encoder")), tokens=shape.tokens)
+    pictures, texts = bool(shape.replicas.get("encoder")), (cluster.folder / "tokenizer.json").exists()
+    asked = templates(seed, shape.templates, pictures=pictures, texts=texts, tokens=shape.tokens)
+    told(f"{shape.family}: all are ready")
     routers = [(each.name, each.proxy.address) for each in cluster.of("router")]
     known = await calm(routers[0][1], asked)
     plan = faults(seed, shape.seconds, cluster.names(), shape.rates)
@@ -105,11 +113,9 @@ async def _play(seed: int, shape: Shape, cluster: ChaosCluster, found: Found, to
     )
     found.done, found.left_out = acting.done, acting.left_out
     async with sampled(cluster, found):
-        healing = asyncio.create_task(acting.run(begun, shape.seconds))
+        healing = asyncio.create_task(acting.run(begun, shape.seconds + shape.grace_s))
         # Clients go on until the last fault is healed: no process stays without load before the end.
-        load = asyncio.create_task(
-            clients.run(shape.clients, lambda: time.monotonic() < end or not healing.done())
-        )
+        load = asyncio.create_task(clients.run(shape.clients, lambda: time.monotonic() < end or not healing.done()))
         try:
             await healing
             async with asyncio.timeout(DRAIN_S):
@@ -122,6 +128,7 @@ async def _play(seed: int, shape: Shape, cluster: ChaosCluster, found: Found, to
             await asyncio.gather(healing, load, return_exceptions=True)
         told(f"{shape.family}: quiet; {summary(found.books)}")
         found.leaks += await quiesce(cluster)
+        found.leaks += await store_problems(cluster)
         found.breaks = dict(clients.breaks)
         found.footprints = {name: list(prints) for name, prints in found.footprints.items()}
     for process in cluster.of("router"):
