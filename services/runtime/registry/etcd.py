@@ -68,6 +68,9 @@ class EtcdRegistry:
         lease_id, granted = await self.client.grant(math.ceil(ttl_seconds))
         try:
             replaced = await self._put(replica, lease_id)
+        except LeaseNotFoundError as error:
+            # etcd or this process stood still for the lease's life between the two calls. That ends no process.
+            raise RegistryUnavailableError(f"the lease ended before {replica.id} was registered; try again") from error
         except BaseException:
             await self._quietly_revoke(lease_id)
             raise
