@@ -14,7 +14,7 @@ from headrace.engine.loading import ModelSettings
 from headrace.engine.text.constraint import from_schema
 from tests.services.tiny import make_v3
 
-CASES = 2
+CASES = 3
 
 
 def test_every_schema_is_enforced() -> None:

@@ -17,7 +17,9 @@ from headrace.engine.text.json_schema.values import string_text
 _CONTROLS = frozenset(map(chr, range(0x20)))
 MOST_EXACT = 16
 """Longest bound on a string's length whose characters are counted one by one, escaped ones too."""
-_PLAIN = r'[^"\\\u0000-\u001f]'
+_PLAIN = r'[^"\\\u0000-\u001f\ud800-\udfff]'
+_SURROGATES = r"\ud800-\udfff"
+"""No characters, though xgrammar's negated classes take their three bytes for one; such text would not be UTF-8."""
 _ESCAPED = frozenset({'"', "\\"}) | _CONTROLS
 """Characters that JSON text cannot hold as they are."""
 
@@ -103,7 +105,7 @@ def _characters(made: FSM, symbols: list[int]) -> list[str]:
             char for chars in made.alphabet.by_transition.values() for char in chars if char is not anything_else
         }
         gone = everywhere - listed
-        return [f"[^{_ranges(gone | _ESCAPED)}]", *_written(_ESCAPED - gone)]
+        return [f"[^{_ranges(gone | _ESCAPED)}{_SURROGATES}]", *_written(_ESCAPED - gone)]
     plain = _ranges(listed - _ESCAPED)
     return [*([f"[{plain}]"] if plain else []), *_written(listed & _ESCAPED)]
 
