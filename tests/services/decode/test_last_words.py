@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import pytest
 
 from headrace.engine.messages import GetQuarantined, TransferEnded
 from headrace.services.decode.last_words import LastWords
@@ -74,6 +75,7 @@ async def test_one_that_does_not_answer_is_asked_once_a_round() -> None:
     assert await rounds(link, {"first": None, "second": True}, 2) == ["first"]
 
 
+@pytest.mark.asyncio(loop_scope="session")
 async def test_a_grant_that_never_reached_its_sender(v3: Driver, v3_cluster: Cluster) -> None:
     """With real processes: the router reserved and died. Prefill, which lives, never heard of it."""
     spec = spec_of(make_request("unheard-of", prompt_of("unheard-of", 40)), v3.decode)
