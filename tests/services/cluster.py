@@ -30,6 +30,7 @@ from headrace.services.runtime.registry.table import MembershipTable
 from headrace.services.runtime.server import ServiceServer, open_channel
 from headrace.services.runtime.settings import ListenSettings, RpcSettings
 from headrace.v1 import common_pb2, control_pb2, control_pb2_grpc, registry_pb2, registry_pb2_grpc
+from tests.zygote import SERVE_PROCESS, ZYGOTE, ForkedProcess
 
 PATIENCE_S = 120.0
 """Bound of every wait on a busy machine; nothing is asserted about how long it took."""
@@ -60,7 +61,7 @@ SMALL = (
 class WorkerProcess:
     """One process of the cluster."""
 
-    process: asyncio.subprocess.Process
+    process: ForkedProcess
     log: Path
     replica: Replica
     channel: grpc.aio.Channel = field(init=False)
@@ -104,13 +105,13 @@ class WorkerProcess:
         """As the kernel's out-of-memory killer does it."""
         if self.process.returncode is None:
             self.process.kill()
-        await self.process.wait()
+        await asyncio.wrap_future(self.process.ended)
 
     async def stop(self) -> int:
         """SIGTERM; the exit status."""
         if self.process.returncode is None:
             self.process.terminate()
-        return await asyncio.wait_for(self.process.wait(), PATIENCE_S)
+        return await asyncio.wait_for(asyncio.wrap_future(self.process.ended), PATIENCE_S)
 
     def tail(self, lines: int = 30) -> str:
         """The last lines of its log."""
@@ -182,21 +183,14 @@ class Cluster:
         ]
         arguments += EXACT if role != "router" else ()
         arguments += SMALL if role in ("prefill", "decode") else ()
-        script = Path(__file__).parent / "serve_process.py"
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONSAFEPATH": "1",
-        }
-        with log.open("wb") as out:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, str(script), role, *arguments, *sets, stdout=out, stderr=out, env=environment
-            )
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        process = ZYGOTE.popen(SERVE_PROCESS, [role, *arguments, *sets], environ=environment, log=log)
         try:
             replica = await self._ready(name, process)
         except BaseException:
             if process.returncode is None:
                 process.kill()
-            await process.wait()
+            await asyncio.wrap_future(process.ended)
             sys.stderr.write(log.read_text(encoding="utf-8", errors="replace"))
             raise
         worker = WorkerProcess(process, log, replica)
@@ -222,9 +216,9 @@ class Cluster:
             if worker.process.returncode is None and worker.replica.role.value in ("prefill", "decode"):
                 await worker.until_idle()
 
-    async def _ready(self, name: str, process: asyncio.subprocess.Process) -> Replica:
+    async def _ready(self, name: str, process: ForkedProcess) -> Replica:
         found = asyncio.ensure_future(self._member(name))
-        ended = asyncio.ensure_future(process.wait())
+        ended = asyncio.wrap_future(process.ended)
         try:
             await asyncio.wait({found, ended}, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
             assert found.done(), f"{name} did not become ready (exit status {process.returncode})"
