@@ -190,7 +190,7 @@ async def test_a_handle_that_is_not_exact_is_refused(v3: Driver, sender: Sender)
     request = make_request("exact", prompt_of("exact", 40), max_tokens=3)
     spec = spec_of(request, v3.decode)
     grant = await v3.reserve(spec)
-    v3.stream.keep(spec.id)
+    v3.stream.keep(spec.id, credit=1)  # so that it lives until the repeat
     sums = await sender.push(grant.landing, grant.agent)
 
     def changed(**fields: object) -> common_pb2.TransferHandle:
@@ -226,6 +226,7 @@ async def test_a_handle_that_is_not_exact_is_refused(v3: Driver, sender: Sender)
     assert isinstance(await refused(sender.commit(grant.landing, sums[:-1], prompt_tokens=40)), FailedPrecondition)
     assert (await sender.commit(grant.landing, sums, prompt_tokens=40)).HasField("admitted")
     assert (await sender.commit(grant.landing, sums, prompt_tokens=40)).HasField("admitted"), "a repeat changes nothing"
+    v3.stream.keep(spec.id)
     answer = await v3.stream.complete(spec.id)
     assert answer.tokens[0][0] == 5
     assert len(answer.tokens[0]) == 3
