@@ -173,9 +173,15 @@ def main() -> None:
             *lines, pending = (pending + data).split(b"\n")
             for line in lines:
                 wanted = json.loads(line)
+                begun, began = os.pipe()
                 pid = os.fork()
                 if not pid:
+                    os.setsid()
+                    os.write(began, b"1")
                     _become(wanted)
+                os.read(begun, 1)  # whoever is told of it may kill its process group
+                os.close(begun)
+                os.close(began)
                 children[pid] = wanted["number"]
                 _tell({"number": wanted["number"], "pid": pid})
         while children:
@@ -191,7 +197,6 @@ def _become(wanted: dict[str, Any]) -> None:
     """In the child: never returns."""
     status = 1
     try:
-        os.setsid()
         out = os.open(wanted["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (out, 1), (out, 2)):

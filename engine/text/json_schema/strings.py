@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
+from operator import itemgetter
 from typing import Any
 
 from interegular.fsm import FSM, anything_else
@@ -77,16 +78,30 @@ def _counted(least: int, most: int | None, rules: Rules) -> str:
 def _states(made: FSM, rules: Rules) -> str:
     """A right-linear rule per state that can still accept; the closing quote stands in the accepting ones."""
     live = {state for state in made.states if made.islive(state)}
-    names = {state: rules.name("s") for state in live}
-    for state in live:
+    names: dict[Any, str] = {}
+    bodies: dict[str, list[str]] = {}
+
+    def name(state: Any) -> str:
+        if state not in names:
+            names[state] = rules.name("s")
+            queue.append(state)
+        return names[state]
+
+    queue: list[Any] = []
+    name(made.initial)
+    for state in queue:
         targets: dict[Any, list[int]] = {}
         for symbol, target in made.map.get(state, {}).items():
             if target in live:
                 targets.setdefault(target, []).append(symbol)
+        # The library numbers symbols and states as its sets come, which no two processes do alike.
+        ways = sorted(((_characters(made, symbols), target) for target, symbols in targets.items()), key=itemgetter(0))
         branches = ['"\\""'] if state in made.finals else []
-        for target, symbols in targets.items():
-            branches += [f"{piece} {names[target]}" for piece in _characters(made, symbols)]
-        rules.set(names[state], branches)
+        for pieces, target in ways:
+            branches += [f"{piece} {name(target)}" for piece in pieces]
+        bodies[names[state]] = branches
+    for rule, branches in bodies.items():
+        rules.set(rule, branches)
     return names[made.initial]
 
 
