@@ -88,7 +88,7 @@ class OpenSegment:
 
     @property
     def descriptor(self) -> int:
-        """Of the file, over a layer with descriptors. Who writes there sets `broken` when it fails."""
+        """Of the file, over a layer with descriptors. Whoever writes there sets `broken` when that fails."""
         return self._file.descriptor
 
     def fits(self, size: int) -> bool:
@@ -102,8 +102,12 @@ class OpenSegment:
         return offset
 
     def write(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Whole records, one behind the other. Whoever writes sets `broken` when that fails."""
-        write_all(self._file, buffers, offset)
+        """Whole records, one behind the other. OSError: broken."""
+        try:
+            write_all(self._file, buffers, offset)
+        except OSError:
+            self.broken = True
+            raise
 
     def sync(self, headers: Sequence[Header]) -> None:
         """Make these records durable. OSError: broken, and none of them can be counted on; nor can what was written
