@@ -50,10 +50,9 @@ class Isolated:
         self._environment = environment or {}
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._set_up: bytes | None = None
 
-    def call(self, work: bytes, *, limit_s: float, set_up: bytes = b"") -> bytes:
-        """The answer. `set_up` is handed to the module once, before the first piece of work.
+    def call(self, work: bytes, *, limit_s: float, set_up: Callable[[], bytes] = bytes) -> bytes:
+        """The answer. What `set_up` makes is handed to the module once, before the first piece of work.
 
         Raises Refused, TimeUp, or CannotStart when the process does not come up.
         """
@@ -79,10 +78,11 @@ class Isolated:
 
     # --- the process -------------------------------------------------------------------------------------------
 
-    def _running(self, set_up: bytes) -> subprocess.Popen[bytes]:
+    def _running(self, set_up: Callable[[], bytes]) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._kill()
+        frame = set_up()
         command = [sys.executable, "-m", self._module, str(self._memory)]
         environment = {**os.environ, **self._environment}
         self._process = process = subprocess.Popen(
@@ -92,7 +92,7 @@ class Isolated:
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
         try:
-            self._send(process, set_up, time.monotonic() + START_S)
+            self._send(process, frame, time.monotonic() + START_S)
             kind, answer = self._receive(process, time.monotonic() + START_S)
         except (OSError, EOFError) as error:  # TimeoutError is an OSError
             code = process.poll()

@@ -173,23 +173,26 @@ class Grammars:
         from headrace.engine.masks.child import token_info
         from headrace.engine.masks.library import xgrammar
 
-        vocabulary = self._vocabulary()
         if self._info is None:
-            self._info = token_info(vocabulary, self._vocab_size, list(self._stop))
-        facts = {
-            "vocabulary": [base64.b64encode(token).decode() for token in vocabulary],
-            "size": self._vocab_size,
-            "stop": self._stop,
-        }
+            self._info = token_info(self._vocabulary(), self._vocab_size, list(self._stop))
         self.compiled += 1
         answer = self._process.call(
             json.dumps({"language": constraint.language.value, "text": constraint.text}).encode(),
             limit_s=self._settings.grammar_compile_s,
-            set_up=json.dumps(facts).encode(),
+            set_up=self._facts,
         )
         compiled = xgrammar.CompiledGrammar.deserialize_json(answer.decode(), self._info)
         size = max(compiled.memory_size_bytes, len(answer))
         return Grammar(compiled, constraint.after, self._stop, self._vocab_size, size)
+
+    def _facts(self) -> bytes:
+        """The set-up of the process."""
+        facts = {
+            "vocabulary": [base64.b64encode(token).decode() for token in self._vocabulary()],
+            "size": self._vocab_size,
+            "stop": self._stop,
+        }
+        return json.dumps(facts).encode()
 
     def _vocabulary(self) -> list[bytes]:
         """Bytes by id. Special tokens are no text: `<|im_end|>` inside a JSON string would not be what it spells."""

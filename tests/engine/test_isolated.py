@@ -25,7 +25,7 @@ def process() -> Iterator[Isolated]:
 def test_answers_and_refusals_come_back(process: Isolated) -> None:
     """One process serves call after call, large frames too; what is printed is no frame."""
     large = b"x" * (3 << 20)
-    first = process.call(large, limit_s=LONG, set_up=b"up")
+    first = process.call(large, limit_s=LONG, set_up=lambda: b"up")
     assert first.startswith(b"up" + large)
     with pytest.raises(Refused, match="no"):
         process.call(b"refuse", limit_s=LONG)
