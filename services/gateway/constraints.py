@@ -54,15 +54,14 @@ def _of_format(wanted: Mapping[str, Any], converted: recipe.ConversationRequest)
         if not isinstance(schema, Mapping | bool):
             raise InvalidArgument("json_schema.schema is needed", field="response_format")
         return common_pb2.Constraint(json_schema=_text(schema))
-    for name in ("regex", "grammar", "structural_tag"):
-        if kind == name:
-            value = wanted.get(name, wanted.get("format") if name == "structural_tag" else None)
-            text = value if isinstance(value, str) else _text(value)
-            if value is None or not text:
-                raise InvalidArgument(f"{name} is needed", field="response_format")
-            confined = common_pb2.Constraint()
-            setattr(confined, name, text)
-            return confined
+    if kind in ("regex", "grammar", "structural_tag"):
+        value = wanted.get(kind, wanted.get("format") if kind == "structural_tag" else None)
+        text = value if isinstance(value, str) else _text(value)
+        if value is None or not text:
+            raise InvalidArgument(f"{kind} is needed", field="response_format")
+        confined = common_pb2.Constraint()
+        setattr(confined, kind, text)
+        return confined
     raise Unimplemented("response_format", f"type {str(kind)[:40]!r} is not supported")
 
 
