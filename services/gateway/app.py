@@ -20,7 +20,7 @@ from headrace.services.gateway.errors import Shape, body_of, error_response, sta
 from headrace.services.gateway.settings import GatewaySettings
 from headrace.services.gateway.sse import COMMENT, EventStream, Frames, begun, frame, until_left
 from headrace.services.gateway.streams import answers
-from headrace.services.gateway.upstream import Upstreams
+from headrace.services.gateway.upstream import Upstream, Upstreams
 from headrace.services.runtime import logs
 from headrace.services.runtime.errors import (
     Cancelled,
@@ -101,16 +101,13 @@ class Gateway:
         return body, call, self.send(upstream, call.request, request, wanted)
 
     def send(
-        self, upstream: Any, message: inference_pb2.GenerateRequest, request: Request, wanted: Wanted
+        self, upstream: Upstream, message: inference_pb2.GenerateRequest, request: Request, wanted: Wanted
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """The events of a request, once they are asked for."""
         if message.traffic_class:  # of the body's own words, which headers overrule
             wanted = Wanted(wanted.traffic_class or message.traffic_class, wanted.priority, wanted.timeout_s)
         wanted.apply(message)
-        events: AsyncGenerator[inference_pb2.GenerateResponse, None] = upstream.generate(
-            message, credential(request), wanted.timeout_s
-        )
-        return events
+        return upstream.generate(message, credential(request), wanted.timeout_s)
 
     async def stream(
         self, request: Request, frames: Frames, told: Callable[[HeadraceError], bytes], comment: bytes = COMMENT

@@ -10,9 +10,7 @@ import deepseek_recipe
 from starlette.responses import Response
 
 from headrace.services.runtime.errors import (
-    Cancelled,
     HeadraceError,
-    Internal,
     InvalidArgument,
     NotFound,
     PermissionDenied,
@@ -138,6 +136,3 @@ def from_recipe(error: Exception, field: str) -> HeadraceError:
         except (ValueError, KeyError, TypeError):
             message = error.body
     return InvalidArgument(message.removeprefix("invalid request body: "), field=field)
-
-
-__all__ = ["Cancelled", "Internal", "Shape", "TooLarge", "body_of", "error_response", "from_recipe", "headers_of"]

@@ -43,7 +43,6 @@ TEXT: Final = {"type": "string"}
 BOOLEAN: Final = _null({"type": "boolean"})
 OBJECT: Final = _null({"type": "object"})
 ARRAY: Final = _null({"type": "array"})
-NAMES: Final = _null({"type": "array", "items": {"type": "string"}})
 _METADATA: Final = _null({"type": "object", "maxProperties": 16, "additionalProperties": {"type": "string"}})
 _TOKENS: Final = _integer(1, 2**31 - 1)
 _TIER: Final = Field({"enum": ["auto", "default", "standard_only", None]}, "there is one tier")

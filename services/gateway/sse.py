@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, Final, TypeVar
 
@@ -66,10 +66,9 @@ class EventStream(Response):
         told: Told,
         keepalive_s: float,
         comment: bytes = COMMENT,
-        headers: dict[str, str] | None = None,
     ) -> None:
         """`first` may still be awaited; `frames` are what follows it. This object owns both."""
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._frames = frames
@@ -148,6 +147,3 @@ async def begun(frames: Frames, receive: Receive, keepalive_s: float) -> asyncio
         raise
     await end(leaving)
     return first
-
-
-Handler = Callable[..., Awaitable[Response]]

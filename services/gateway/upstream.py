@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -16,8 +15,6 @@ import grpc.aio
 from headrace.engine.text.assets import TextAssets, load_text_assets
 from headrace.services.gateway.settings import ModelEntry
 from headrace.services.runtime.errors import (
-    HeadraceError,
-    Internal,
     InvalidArgument,
     NotFound,
     closed_is_unavailable,
@@ -140,18 +137,8 @@ def load_assets(folder: Path, entry: ModelEntry) -> TextAssets:
     return load_text_assets(folder, entry.protocol)
 
 
-async def first(events: AsyncGenerator[inference_pb2.GenerateResponse, None]) -> inference_pb2.GenerateResponse:
-    """The first event, before which a failure is a status. Raises Internal for a stream without any."""
-    async for event in events:
-        return event
-    raise Internal("the router ended the stream without an event; repeat the request")
-
-
 def _metadata(credential: str | None) -> grpc.aio.Metadata:
     metadata = request_metadata()
     if credential is not None:
         metadata.add("authorization", f"Bearer {credential}")
     return metadata
-
-
-__all__ = ["HeadraceError", "Upstream", "Upstreams", "aclosing", "first", "load_assets"]
