@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -11,13 +11,12 @@ import deepseek_recipe as recipe
 
 from headrace.services.gateway import usage as usages
 from headrace.services.gateway.calls import ApiName, Body, Call
-from headrace.services.gateway.sse import Frames, frame
-from headrace.services.gateway.streams import Event
+from headrace.services.gateway.sse import DONE, Frames, frame
+from headrace.services.gateway.streams import Answers, gather
 from headrace.services.gateway.upstream import Upstream
-from headrace.services.runtime.errors import Internal, InvalidArgument, Unimplemented
+from headrace.services.runtime.errors import InvalidArgument, Unimplemented
 from headrace.v1 import common_pb2
 
-Answers = AsyncGenerator["tuple[int, list[Event]] | common_pb2.Usage", None]
 _READ: Final = (
     "messages", "stream", "max_tokens", "temperature", "top_p", "seed", "stop", "logprobs", "top_logprobs",
     "response_format", "tools", "tool_choice", "thinking", "reasoning_effort",
@@ -116,7 +115,7 @@ async def frames(call: Call, answers: Answers, *, include_usage: bool) -> Frames
                 else:
                     out += frame(text)
             yield out
-    yield b"data: [DONE]\n\n"
+    yield DONE
 
 
 def _usage_chunk(call: Call, usage: common_pb2.Usage, reasoning: int) -> dict[str, Any]:
@@ -139,17 +138,7 @@ def _reasoning(usage: Mapping[str, Any] | None) -> int:
 async def whole(call: Call, answers: Answers) -> dict[str, Any]:
     """The completion when it is there."""
     gathered = [recipe.ChatCompletionResponse(call.id, call.model, call.created, 0, 0) for _ in range(call.n)]
-    usage: common_pb2.Usage | None = None
-    async with aclosing(answers):
-        async for item in answers:
-            if isinstance(item, common_pb2.Usage):
-                usage = item
-                continue
-            index, events = item
-            for event in events:
-                gathered[index].accumulate(event)
-    if usage is None:
-        raise Internal("the answer came without its usage; repeat the request")
+    usage = await gather(answers, gathered)
     documents = [json.loads(one.to_json()) for one in gathered]
     answer: dict[str, Any] = documents[0]
     reasoning = sum(_reasoning(document.get("usage")) for document in documents)

@@ -11,7 +11,7 @@ from typing import Any
 from headrace.services.gateway import fields
 from headrace.services.gateway import usage as usages
 from headrace.services.gateway.calls import Body, sampling_of
-from headrace.services.gateway.sse import Frames, frame
+from headrace.services.gateway.sse import DONE, Frames, frame
 from headrace.services.gateway.streams import raise_if_failed
 from headrace.services.gateway.upstream import Upstream
 from headrace.services.runtime.errors import Internal, InvalidArgument, Unimplemented
@@ -127,7 +127,7 @@ async def frames(completion: Completion, wire: Wire, *, include_usage: bool) -> 
                     yield frame(_document(completion, [_choice(event.finished.choice, part, logprobs=False)], None))
                 case "usage" if include_usage:
                     yield frame(_document(completion, [], usages.of_chat(event.usage, 0)))
-    yield b"data: [DONE]\n\n"
+    yield DONE
 
 
 async def whole(completion: Completion, wire: Wire) -> dict[str, Any]:

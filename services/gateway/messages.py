@@ -16,13 +16,13 @@ from headrace.services.gateway import fields
 from headrace.services.gateway import usage as usages
 from headrace.services.gateway.app import Gateway
 from headrace.services.gateway.calls import ApiName, Body
-from headrace.services.gateway.chat import Answers, only_functions
+from headrace.services.gateway.chat import only_functions
 from headrace.services.gateway.door import credential
 from headrace.services.gateway.errors import body_of
 from headrace.services.gateway.sse import Frames, frame, until_left
-from headrace.services.gateway.streams import answers
+from headrace.services.gateway.streams import Answers, answers, gather
 from headrace.services.gateway.upstream import Upstream
-from headrace.services.runtime.errors import HeadraceError, Internal, Unimplemented
+from headrace.services.runtime.errors import HeadraceError, Unimplemented
 from headrace.v1 import common_pb2
 
 _READ: Final = (
@@ -129,16 +129,7 @@ def _event(event: Any) -> tuple[str, dict[str, Any]]:
 
 async def whole(empty: recipe.MessagesResponse, items: Answers) -> dict[str, Any]:
     """The message when it is there."""
-    usage: common_pb2.Usage | None = None
-    async with aclosing(items):
-        async for item in items:
-            if isinstance(item, common_pb2.Usage):
-                usage = item
-                continue
-            for event in item[1]:
-                empty.accumulate(event)
-    if usage is None:
-        raise Internal("the answer came without its usage; repeat the request")
+    usage = await gather(items, [empty])
     message: dict[str, Any] = json.loads(empty.to_json())
     return {**message, "usage": usages.of_messages(usage)}
 

@@ -14,12 +14,12 @@ from starlette.responses import JSONResponse, Response
 from headrace.services.gateway import usage as usages
 from headrace.services.gateway.app import Gateway
 from headrace.services.gateway.calls import ApiName, Body, Call
-from headrace.services.gateway.chat import Answers, only_functions
+from headrace.services.gateway.chat import only_functions
 from headrace.services.gateway.door import credential
 from headrace.services.gateway.errors import body_of
 from headrace.services.gateway.response_store import ResponseStore, Stored, encode, owner_of
-from headrace.services.gateway.sse import Frames, frame, until_left
-from headrace.services.gateway.streams import answers
+from headrace.services.gateway.sse import DONE, Frames, frame, until_left
+from headrace.services.gateway.streams import Answers, answers, gather
 from headrace.services.gateway.upstream import Upstream
 from headrace.services.runtime import logs
 from headrace.services.runtime.errors import HeadraceError, Internal, NotFound, Unavailable, Unimplemented
@@ -175,7 +175,7 @@ class _Answer:
                         raise Internal("the answer came without its end; repeat the request")
                     name, document = final
                     document["response"] = await self._completed(document["response"], item)
-                    yield frame(document, name) + b"data: [DONE]\n\n"
+                    yield frame(document, name) + DONE
                     return
                 out = b""
                 for event in item[1]:
@@ -199,16 +199,7 @@ class _Answer:
         """The response when it is there."""
         call = self._call
         gathered = recipe.ResponsesResponse(call.id, call.model, call.created, 0, 0)
-        usage: common_pb2.Usage | None = None
-        async with aclosing(items):
-            async for item in items:
-                if isinstance(item, common_pb2.Usage):
-                    usage = item
-                    continue
-                for event in item[1]:
-                    gathered.accumulate(event)
-        if usage is None:
-            raise Internal("the answer came without its usage; repeat the request")
+        usage = await gather(items, [gathered])
         return await self._completed(self._own(json.loads(gathered.to_json())), usage)
 
     def told(self, error: HeadraceError) -> bytes:
@@ -216,7 +207,7 @@ class _Answer:
         told = body_of(error, "openai", "", "responses")["error"]
         response = {**self._last, "status": "failed", "error": {"code": "server_error", "message": told["message"]}}
         document = {"type": "response.failed", "response": response, "sequence_number": self._sequence}
-        return frame(document, "response.failed") + b"data: [DONE]\n\n"
+        return frame(document, "response.failed") + DONE
 
     def _own(self, response: dict[str, Any]) -> dict[str, Any]:
         """With what deepseek-recipe does not know."""

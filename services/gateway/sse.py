@@ -19,6 +19,8 @@ Frames = AsyncGenerator[bytes, None]
 Told = Callable[[HeadraceError], bytes]
 """An error in the middle of a stream, as frames of the API."""
 COMMENT: Final = b": keep-alive\n\n"
+DONE: Final = b"data: [DONE]\n\n"
+"""The end of a stream for OpenAI's clients."""
 _log = logs.get(__name__)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -15,6 +15,8 @@ from headrace.v1 import common_pb2, inference_pb2
 
 Event = Any
 """deepseek-recipe's chunk or event of the call's API; it has to_json()."""
+Answers = AsyncGenerator[tuple[int, list[Event]] | common_pb2.Usage, None]
+"""(choice, new events), and the usage last."""
 
 
 class ChoiceStream:
@@ -81,10 +83,8 @@ def raise_if_failed(finished: common_pb2.FinishedEvent) -> None:
         raise Cancelled("the request was cancelled")
 
 
-async def answers(
-    call: Call, wire: AsyncGenerator[inference_pb2.GenerateResponse, None]
-) -> AsyncGenerator[tuple[int, list[Event]] | common_pb2.Usage, None]:
-    """(choice, new events), and the usage last. Raises typed errors, in the middle, too.
+async def answers(call: Call, wire: AsyncGenerator[inference_pb2.GenerateResponse, None]) -> Answers:
+    """A call's answer. Raises typed errors, in the middle, too.
 
     The first item comes with the first token: until then a failure is a status.
     """
@@ -108,6 +108,18 @@ async def answers(
                     yield event.usage
                     return
     raise Internal("the router's stream ended before the request did; repeat it")
+
+
+async def gather(items: Answers, into: Sequence[Any]) -> common_pb2.Usage:
+    """Put each choice's events into its response of deepseek-recipe; the usage. Raises Internal without one."""
+    async with aclosing(items):
+        async for item in items:
+            if isinstance(item, common_pb2.Usage):
+                return item
+            index, events = item
+            for event in events:
+                into[index].accumulate(event)
+    raise Internal("the answer came without its usage; repeat the request")
 
 
 def _choice(choices: list[ChoiceStream], index: int) -> ChoiceStream:
