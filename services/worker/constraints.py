@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import Future
 from dataclasses import replace
 
 from headrace.engine.errors import EngineError, ErrorCode
-from headrace.engine.masks.grammars import Grammar, Grammars
+from headrace.engine.masks.grammars import Grammars
 from headrace.engine.request import EngineRequest
 from headrace.services.runtime.errors import InvalidArgument
+from headrace.services.worker.waits import waiting_for
 
 
 async def with_grammar(request: EngineRequest, grammars: Grammars) -> EngineRequest:
@@ -17,26 +16,10 @@ async def with_grammar(request: EngineRequest, grammars: Grammars) -> EngineRequ
     EngineError. Cancelling the wait does not stop the compilation: others may wait for it."""
     if request.constraint is None:
         return request
-    loop = asyncio.get_running_loop()
-    waiting: asyncio.Future[Grammar] = loop.create_future()
-
-    def answered(done: Future[Grammar]) -> None:
-        loop.call_soon_threadsafe(_hand_on, done, waiting)
-
     try:
-        grammars.ask(request.constraint).add_done_callback(answered)
-        return replace(request, grammar=await waiting)
+        grammar = await waiting_for(grammars.ask(request.constraint))
     except EngineError as error:
         if error.code is not ErrorCode.INVALID_ARGUMENT:
             raise
         raise InvalidArgument(error.message.removeprefix("constraint: "), field="constraint") from error
-
-
-def _hand_on(done: Future[Grammar], waiting: asyncio.Future[Grammar]) -> None:
-    if waiting.done():
-        return
-    error = done.exception()
-    if error is None:
-        waiting.set_result(done.result())
-    else:
-        waiting.set_exception(error)
+    return replace(request, grammar=grammar)

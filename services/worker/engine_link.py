@@ -7,10 +7,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from headrace.engine.core import Engine
-from headrace.engine.errors import EngineError
 from headrace.engine.messages import Command, Event, ReplyT
 from headrace.engine.worker import EngineWorker
 from headrace.services.runtime import logs
+from headrace.services.worker.waits import waiting_for
 
 _log = logs.get(__name__)
 
@@ -47,14 +47,7 @@ class EngineLink:
 
     def ask(self, command: Command[ReplyT]) -> asyncio.Future[ReplyT]:
         """Put a command into the inbox now; await the answer later. Commands are taken in this order."""
-        waiting: asyncio.Future[ReplyT] = self._loop.create_future()
-
-        def answered(done: Future[ReplyT]) -> None:
-            # Not asyncio.wrap_future: cancelling the wait must not cancel the command inside the inbox.
-            self._loop.call_soon_threadsafe(_hand_on, done, waiting)
-
-        self._worker.call(command).add_done_callback(answered)
-        return waiting
+        return waiting_for(self._worker.call(command))
 
     def submit(self, command: Command[ReplyT]) -> Future[ReplyT]:
         """Put a command into the inbox from any thread; its future is answered on the engine's."""
@@ -73,14 +66,3 @@ class EngineLink:
     def _outbox(self, events: tuple[Event, ...]) -> None:
         """On the engine thread."""
         self._loop.call_soon_threadsafe(self._on_events, events)
-
-
-def _hand_on(done: Future[ReplyT], waiting: asyncio.Future[ReplyT]) -> None:
-    if waiting.done():
-        return
-    error = done.exception()
-    if error is None:
-        waiting.set_result(done.result())
-    else:
-        assert isinstance(error, EngineError)
-        waiting.set_exception(error)
