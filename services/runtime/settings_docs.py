@@ -5,8 +5,6 @@ Run `python -m headrace.services.runtime.settings_docs docs/settings.md` after a
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +17,7 @@ from pydantic_core import PydanticUndefined
 from headrace.services.runtime.registry.base import Role
 from headrace.services.runtime.settings import ServiceSettings
 from headrace.services.runtime.settings_fields import section_fields
+from headrace.services.runtime.settings_load import settings_class
 
 _INTRODUCTION: Final = """\
 # Settings
@@ -31,23 +30,13 @@ is an error. One file may serve all roles: tables under `[roles.ROLE]` ({roles})
 hold for that role alone and win over top-level ones of the same source. Sizes take units (`64MiB`). Lists are JSON or
 separated by commas. `none` empties a key that may be empty.
 """
-ROLE_MODULES: Final = ("gateway", "router", "encoder", "prefill", "decode")
-"""Folders of services/ whose settings.py defines one ServiceSettings subclass each."""
+_ROLES: Final = (Role.GATEWAY, Role.ROUTER, Role.ENCODER, Role.PREFILL, Role.DECODE)
+"""Those that have a settings class, in the order of the request's way."""
 
 
 def role_classes() -> list[type[ServiceSettings]]:
     """The settings class of every role that has one, in the order of the request's way."""
-    found: list[type[ServiceSettings]] = []
-    for name in ROLE_MODULES:
-        full = f"headrace.services.{name}.settings"
-        if importlib.util.find_spec(full) is not None:
-            module = importlib.import_module(full)
-            found += [
-                one
-                for one in vars(module).values()
-                if isinstance(one, type) and issubclass(one, ServiceSettings) and one.__module__ == full
-            ]
-    return found
+    return [settings_class(role) for role in _ROLES]
 
 
 def render(classes: Sequence[type[ServiceSettings]]) -> str:
