@@ -19,7 +19,7 @@ from headrace.engine.text.constraint import MOST_AFTER, from_choices, from_gramm
 from headrace.engine.text.constraint_child import FORMS
 from headrace.engine.text.errors import TextError
 from headrace.services.router.model import ServedModel
-from headrace.services.router.prepare import Prepared
+from headrace.services.router.prepare import Prepared, thinks
 from headrace.services.router.settings import RequestSection
 from headrace.services.runtime.clock import Clock
 from headrace.services.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
@@ -165,10 +165,8 @@ def _after(request: inference_pb2.GenerateRequest, model: ServedModel, limits: R
     if end is None:
         message = f"this model has no token {END_OF_REASONING}; say with after_token_ids how its reasoning ends"
         raise InvalidArgument(message, field=field)
-    if request.prompt.WhichOneof("form") == "chat":
-        chat = request.prompt.chat
-        if not (chat.thinking if chat.HasField("thinking") else limits.thinking):
-            return ()  # the prompt has ended the reasoning
+    if request.prompt.WhichOneof("form") == "chat" and not thinks(request.prompt.chat, limits):
+        return ()  # the prompt has ended the reasoning
     return (end,)
 
 

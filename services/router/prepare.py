@@ -265,7 +265,7 @@ def _chat(chat: inference_pb2.ChatPrompt, model: ServedModel, limits: RequestSec
         messages.append(ChatMessage(_CHAT_ROLES[message.role], tuple(parts)))
     texts = [part for message in messages for part in message.parts if isinstance(part, str)]
     _check_text(texts, model, limits, "prompt.chat.messages")
-    thinking = chat.thinking if chat.HasField("thinking") else limits.thinking
+    thinking = thinks(chat, limits)
     try:
         encoded = model.text.chat.encode(messages, thinking=thinking)
     except TextError as error:
@@ -273,6 +273,11 @@ def _chat(chat: inference_pb2.ChatPrompt, model: ServedModel, limits: RequestSec
     prefix = model.system_prefix
     system = 0 if prefix is None else prefix.tokens(messages, encoded.token_ids, thinking=thinking)
     return Tokenized(encoded.token_ids, tuple(images), system)
+
+
+def thinks(chat: inference_pb2.ChatPrompt, limits: RequestSection) -> bool:
+    """Whether a chat asks the model to reason first."""
+    return chat.thinking if chat.HasField("thinking") else limits.thinking
 
 
 def sampling_params(wire: common_pb2.SamplingParams) -> SamplingParams:
