@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from google.protobuf.message import DecodeError
 
@@ -36,6 +36,14 @@ class OnLeft(Protocol):
     def __call__(self, incarnation: str, *, elsewhere: bool) -> int: ...
 
 
+class _Suspect(NamedTuple):
+    """A former member that is not known to be dead."""
+
+    processes: tuple[ProcessIdentity, ...]
+    since: float
+    """When it left."""
+
+
 class SenderWatch:
     """Follows members of one role and tells when one of them is dead. Two background tasks of a process."""
 
@@ -49,12 +57,10 @@ class SenderWatch:
         """`on_dead` gets the incarnation, once, on evidence; `on_left` one of which there will be none."""
         self._on_left = on_left
         self._monotonic = monotonic
-        self._since: dict[str, float] = {}
-        """When a suspect was last seen."""
         self._role = role
         self._on_dead = on_dead
         self._processes: dict[str, tuple[ProcessIdentity, ...]] = {}
-        self._suspects: dict[str, tuple[ProcessIdentity, ...]] = {}
+        self._suspects: dict[str, _Suspect] = {}
         self._suspected = asyncio.Event()
         self._endpoints: dict[str, str] = {}
 
@@ -88,8 +94,8 @@ class SenderWatch:
 
     async def _follow_lives(self, incarnation: str, processes: tuple[ProcessIdentity, ...]) -> None:
         """Former lives of these processes are over."""
-        for former, suspects in tuple(self._suspects.items()):
-            if former != incarnation and processes and set(suspects) & set(processes):
+        for former, suspect in tuple(self._suspects.items()):
+            if former != incarnation and processes and set(suspect.processes) & set(processes):
                 self._forget(former)
                 _log.info("a sender began another life", former=short(former), incarnation=short(incarnation))
                 await self._on_dead(former)
@@ -101,8 +107,7 @@ class SenderWatch:
     def _suspect(self, replica: Replica) -> None:
         processes = self._processes.pop(replica.incarnation, ())
         if processes:
-            self._suspects[replica.incarnation] = processes
-            self._since[replica.incarnation] = self._monotonic()
+            self._suspects[replica.incarnation] = _Suspect(processes, self._monotonic())
             self._suspected.set()
             _log.info("a sender left the registry", replica=replica.id, incarnation=short(replica.incarnation))
 
@@ -110,17 +115,16 @@ class SenderWatch:
         """Ask the kernel about suspects until they are dead, for ever."""
         while True:
             await self._suspected.wait()
-            for incarnation, processes in tuple(self._suspects.items()):
-                found = {process.liveness() for process in processes}
+            for incarnation, suspect in tuple(self._suspects.items()):
+                found = {process.liveness() for process in suspect.processes}
                 if Liveness.UNKNOWN in found:
-                    if self._on_left is None or self._monotonic() - self._since[incarnation] >= LEFT_S:
+                    if self._on_left is None or self._monotonic() - suspect.since >= LEFT_S:
                         self._forget(incarnation)
-                        self._give_up(incarnation, processes)
+                        self._give_up(incarnation, suspect.processes)
                 elif found == {Liveness.DEAD}:
                     self._forget(incarnation)
                     _log.info("a sender is dead", incarnation=short(incarnation))
                     await self._on_dead(incarnation)
-            self._since = {one: when for one, when in self._since.items() if one in self._suspects}
             if self._suspects:
                 await asyncio.sleep(POLL_S)
             else:
