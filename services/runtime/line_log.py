@@ -34,11 +34,12 @@ class LineLog:
         self.path = path
         self._descriptor = _locked(path)
         try:
-            found = parse_lines(path.read_bytes(), str(path))
+            data = path.read_bytes()
+            found = parse_lines(data, str(path))
             self.entries: Sequence[Entry] = tuple(entry for entry in found if keep(entry))
             """What the file held."""
             whole = b"".join(map(line_of, self.entries))
-            if whole != path.read_bytes():
+            if whole != data:
                 write_whole(path, whole, MODE)
                 former, self._descriptor = self._descriptor, _locked(path)
                 os.close(former)
