@@ -22,7 +22,7 @@ from bench.structured_harness.generate import Output
 from headrace.engine.masks.grammars import Grammar
 from headrace.engine.masks.matcher import ChoiceMask
 from headrace.engine.offline import OfflineEngine
-from headrace.engine.text.constraint import from_schema
+from headrace.engine.text.constraint_forms import from_schema
 
 
 @dataclass

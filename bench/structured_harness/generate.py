@@ -17,7 +17,7 @@ from headrace.engine.request import EngineRequest, RequestKey
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.text.assets import load_text_assets
 from headrace.engine.text.chat import ChatMessage
-from headrace.engine.text.constraint import from_schema
+from headrace.engine.text.constraint_forms import from_schema
 
 FILE = Path(__file__).with_name("schemas.json")
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 
 from headrace.engine.isolated import Refused, serve
-from headrace.engine.text.constraint import from_schema
+from headrace.engine.text.constraint_forms import from_schema
 from headrace.engine.text.errors import TextError
 from headrace.engine.text.structural_tags import from_structural_tag
 

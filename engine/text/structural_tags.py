@@ -5,14 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from headrace.engine.text.constraint import (
-    MOST_GRAMMAR_BYTES,
-    Constraint,
-    ConstraintRefused,
-    Language,
-    from_grammar,
-    from_regex,
-)
+from headrace.engine.text.constraint import Constraint, ConstraintRefused, Language
+from headrace.engine.text.constraint_forms import MOST_GRAMMAR_BYTES, from_grammar, from_regex
 from headrace.engine.text.json_schema.compile import schema_grammar
 from headrace.engine.text.json_schema.errors import SchemaRefused
 

@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from headrace.engine.isolated import CannotStart, Isolated, Refused, TimeUp
-from headrace.engine.text.constraint import MOST_AFTER, from_choices, from_grammar, from_regex, json_object
+from headrace.engine.text.constraint import MOST_AFTER
 from headrace.engine.text.constraint_child import FORMS
+from headrace.engine.text.constraint_forms import from_choices, from_grammar, from_regex, json_object
 from headrace.engine.text.errors import TextError
 from headrace.services.router.model import ServedModel
 from headrace.services.router.prepare import Prepared, thinks

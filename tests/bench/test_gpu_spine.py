@@ -19,13 +19,34 @@ from headrace.engine.offline import ChoiceResult, Completion
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_two_processes_give_the_tokens_of_one() -> None:
-    """L5: the script's hand-over, prefill and decode in processes of their own, and its logits check."""
+BARE_MACHINE = """
+import sys
+absent = {"cryptography", "deepseek_recipe", "grpc", "interegular", "jsonschema", "pydantic", "redis", "referencing",
+          "structlog", "tokenizers", "tvm_ffi", "typer", "xgrammar"}
+class Absent:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.split(".")[0] in absent:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent)
+"""
+"""A GPU machine has torch, numpy, safetensors, xxhash and the NIXL wheel."""
+
+
+def test_two_processes_give_the_tokens_of_one(tmp_path: Path) -> None:
+    """L5: the script's hand-over, prefill and decode in processes of their own, and its logits check; with no other
+    library than it may need."""
+    (tmp_path / "sitecustomize.py").write_text(BARE_MACHINE)
     command = [sys.executable, "-m", "bench.gpu.spine", "--json", "--device", "cpu", "--quick"]
     done = subprocess.run(
         [*command, "--checks", "v3_logits,handover_v3,captured"],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "UCX_NET_DEVICES": "lo"},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "UCX_NET_DEVICES": "lo",
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH", "")))),
+        },
         capture_output=True,
         text=True,
         check=False,

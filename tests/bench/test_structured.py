@@ -11,7 +11,7 @@ import pytest
 from bench.structured import generated
 from bench.structured_harness.generate import load_cases
 from headrace.engine.loading import ModelSettings
-from headrace.engine.text.constraint import from_schema
+from headrace.engine.text.constraint_forms import from_schema
 from tests.services.tiny import make_v3
 
 CASES = 3

@@ -12,7 +12,8 @@ from headrace.engine.isolated import Isolated
 from headrace.engine.masks.grammars import REFUSAL_S, Grammars
 from headrace.engine.masks.library import xgrammar
 from headrace.engine.settings import EngineSettings
-from headrace.engine.text.constraint import Constraint, Language, from_grammar, from_regex
+from headrace.engine.text.constraint import Constraint, Language
+from headrace.engine.text.constraint_forms import from_grammar, from_regex
 from headrace.engine.text.structural_tags import from_structural_tag
 
 

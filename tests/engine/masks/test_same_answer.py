@@ -12,7 +12,8 @@ from headrace.engine.errors import EngineError, ErrorCode
 from headrace.engine.messages import FinishReason, Submit
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.seeds import choice_seed
-from headrace.engine.text.constraint import Constraint, Language, from_choices, from_grammar, from_regex
+from headrace.engine.text.constraint import Constraint, Language
+from headrace.engine.text.constraint_forms import from_choices, from_grammar, from_regex
 
 PATTERN = "(?:[a-f]{2,9}[0-9]){1,3}"
 DRAWN = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, presence_penalty=0.5, repetition_penalty=1.2)
