@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +28,7 @@ from headrace.services.runtime.errors import (
     Unavailable,
 )
 from headrace.services.runtime.live import LiveSet, Outcome
+from headrace.services.worker.recalled import Recalled
 from headrace.services.worker.signing import Signer
 from headrace.services.worker.transfer_wire import agent_from_wire, checksums_to_wire, handle_from_wire
 from headrace.v1 import common_pb2, encoder_pb2, encoder_pb2_grpc
@@ -37,8 +37,6 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 _log = logs.get(__name__)
 SOURCE = "embeddings"
 """Name under which the cache's memory is registered."""
-MAX_RECALLED = 4096
-"""Pushes that were taken back, the last ones, are remembered, in case that they arrive yet."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,8 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         self._signer = signer
         self._pushing: dict[str, asyncio.Future[None]] = {}
         """By transfer id, pushes that may write; done when they cannot any more."""
-        self._recalled: OrderedDict[str, None] = OrderedDict()
-        """Transfers that were taken back, the last ones."""
+        self._recalled = Recalled[str]()
+        """Transfer ids of pushes."""
         self.live: LiveSet[object] = LiveSet("encode requests")
         """Conservation of Encode calls (L11)."""
 
@@ -217,9 +215,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         if request.owner.incarnation != self._identity.peer.incarnation:
             raise NotFound("the push was asked of another life of the encoder", field="owner")
         transfer_id = handle_from_wire(request.landing, "landing", self._signer).transfer_id
-        self._recalled[transfer_id] = None
-        while len(self._recalled) > MAX_RECALLED:
-            self._recalled.popitem(last=False)
+        self._recalled.add(transfer_id)
         quiet = self._pushing.get(transfer_id)
         if quiet is not None:
             await asyncio.shield(quiet)

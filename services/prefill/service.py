@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -41,6 +41,7 @@ from headrace.services.worker.channels import Channels
 from headrace.services.worker.constraints import with_grammar
 from headrace.services.worker.engine_host import LoadedModel
 from headrace.services.worker.engine_link import EngineLink
+from headrace.services.worker.recalled import Recalled
 from headrace.services.worker.signing import Signer
 from headrace.services.worker.spec_wire import engine_request, request_key
 from headrace.services.worker.tier.assembly import WorkerTier
@@ -50,7 +51,6 @@ from headrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, pr
 _Context = grpc.aio.ServicerContext[Any, Any]
 _log = logs.get(__name__)
 RETRY_AFTER_S = 0.5
-MAX_RECALLED = 4096
 END_TIMEOUT_S = 5.0
 """Longest wait for decode to take the last word of a transfer; if it does not, its rows wait in quarantine."""
 
@@ -95,8 +95,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._runs: dict[RequestKey, _Entry] = {}
         self._closing: dict[asyncio.Task[None], RequestKey] = {}
         """Clean-ups of former runs: their transfers are not terminal."""
-        self._recalled: OrderedDict[RequestKey, None] = OrderedDict()
-        """Attempts that were cancelled, the last ones: a call of theirs that arrives late is refused."""
+        self._recalled = Recalled[RequestKey]()
+        """Attempts that were cancelled."""
         self.link: EngineLink
         """Set before the port opens; the link needs `on_events` of this object first."""
         self.on_change: Callable[[], None] = lambda: None
@@ -191,9 +191,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         if request.peer.incarnation not in ("", self._peer.incarnation):
             raise FailedPrecondition("another life of this replica is meant", field="peer")
         key = request_key(request.id)
-        self._recalled[key] = None
-        while len(self._recalled) > MAX_RECALLED:
-            self._recalled.popitem(last=False)
+        self._recalled.add(key)
         found = self._stop(key.request_id, key.attempt, Cancelled("the run was cancelled"))
         # Of a run that is being cleaned up the last word is still to come, and this process says it (L7).
         found |= any(
