@@ -125,5 +125,5 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 def _time_left(request: inference_pb2.GenerateRequest, remaining_s: float | None) -> float | None:
     """The nearer of the call's deadline and the request's own; None: neither has one."""
-    own = [request.timeout_ms / 1000] if request.HasField("timeout_ms") else []
-    return min([*own, *([] if remaining_s is None else [remaining_s])], default=None)
+    own_s = request.timeout_ms / 1000 if request.HasField("timeout_ms") else None
+    return min((left_s for left_s in (own_s, remaining_s) if left_s is not None), default=None)
