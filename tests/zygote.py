@@ -74,7 +74,9 @@ class ForkedProcess:
 class Zygote:
     """The parent, from its user's side; started at first use, ended with this process. Used from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        """`environ`: what its own environment has besides: a preloaded library has to be there before the fork."""
+        self._environ = environ or {}
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._numbers = 0
@@ -123,12 +125,12 @@ class Zygote:
     def _running(self) -> subprocess.Popen[bytes]:
         with self._lock:
             if self._process is None:
-                environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+                own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "tests.zygote"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    env=environ,
+                    env=os.environ | own | self._environ,
                     start_new_session=True,
                 )
                 threading.Thread(target=self._read, args=(self._process,), name="zygote", daemon=True).start()
@@ -137,12 +139,13 @@ class Zygote:
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            told = json.loads(line)
-            if "pid" in told:
-                self._starts.pop(told["number"]).set_result(told["pid"])
-            else:
-                self._ends.pop(told["number"]).set_result(told["status"])
+        with process.stdout:
+            for line in process.stdout:
+                told = json.loads(line)
+                if "pid" in told:
+                    self._starts.pop(told["number"]).set_result(told["pid"])
+                else:
+                    self._ends.pop(told["number"]).set_result(told["status"])
         with self._lock:
             lost = [*self._starts.values(), *self._ends.values()]
         for future in lost:

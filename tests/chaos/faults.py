@@ -131,10 +131,10 @@ class Faults:
             process.touched = False
 
     async def _kill(self, fault: Fault) -> None:
-        child = self._cluster.processes[fault.target].child
-        assert child is not None
-        child.signal(signal.SIGKILL)
-        await child.wait(10.0)
+        process = self._cluster.processes[fault.target]
+        assert process.child is not None
+        process.child.kill()
+        await process.ended(10.0)
         await asyncio.sleep(fault.seconds)
         await self._cluster.spawn(fault.target)
 
@@ -142,11 +142,11 @@ class Faults:
         process = self._cluster.processes[fault.target]
         assert process.child is not None
         process.stopped = True
-        process.child.signal(signal.SIGSTOP)
+        process.child.send_signal(signal.SIGSTOP)
         try:
             await asyncio.sleep(fault.seconds)
         finally:
-            process.child.signal(signal.SIGCONT)
+            process.child.send_signal(signal.SIGCONT)
             process.stopped = False
         # What its routers or the registry make of its silence takes a moment to show.
         await asyncio.sleep(1.0)

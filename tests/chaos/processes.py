@@ -20,8 +20,8 @@ from headrace.v1 import common_pb2, control_pb2, control_pb2_grpc, registry_pb2
 from tests.chaos.clock import WallClock
 from tests.chaos.proxy import Proxy
 from tests.chaos.servers import etcd_server, ports, registered
-from tests.chaos.zygote import Forked, Zygote
 from tests.services.cluster import POOL
+from tests.zygote import HEADRACE, ForkedProcess, Zygote
 
 START_S = 300.0
 STOP_S = 30.0
@@ -49,6 +49,7 @@ ENGINE = (
     "roles.decode.decode.landing_bytes=8MiB",
 )
 COMMON = ("registry.ttl_seconds=4", "metrics.enabled=false", "log.format=json")
+TAIL_BYTES = 16 * 1024
 LIVES_OF = ("router", "encoder", "prefill", "decode")
 
 
@@ -61,7 +62,9 @@ class Process:
     port: int
     proxy: Proxy
     channel: grpc.aio.Channel
-    child: Forked | None = None
+    log: Path
+    """Of all its lives."""
+    child: ForkedProcess | None = None
     touched: bool = False
     """A fault is being done to it, or it has not come back from one."""
     stopped: bool = False
@@ -72,7 +75,23 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        return self.child is not None and self.child.status is None
+        return self.child is not None and self.child.returncode is None
+
+    async def ended(self, seconds: float) -> bool:
+        """Whether the present life ends within the time."""
+        assert self.child is not None
+        try:
+            async with asyncio.timeout(max(0.0, seconds)):
+                await asyncio.wrap_future(self.child.ended)
+        except TimeoutError:
+            return False
+        return True
+
+    def tail(self, lines: int = 20) -> str:
+        """The last lines of its log."""
+        with self.log.open("rb") as file:
+            file.seek(max(0, self.log.stat().st_size - TAIL_BYTES))
+            return "\n".join(file.read().decode("utf-8", errors="replace").splitlines()[-lines:])
 
     async def ask(self, *, check_integrity: bool = False, timeout_s: float = CALL_S) -> control_pb2.StatusResponse:
         """Its status, not through the proxy. Raises grpc.aio.AioRpcError."""
@@ -94,7 +113,7 @@ class ChaosCluster:
         self.starts_repeated = 0
         self.left: list[str] = []
         """Entries of the registry after everybody has left it."""
-        self._zygote = Zygote(self._environ(), run_dir)
+        self._zygote = Zygote(self._environ())
         self._running = False
         """Everybody has been ready: whoever ends untouched has ended by itself."""
         self._watching: asyncio.Task[None] | None = None
@@ -136,13 +155,15 @@ class ChaosCluster:
     async def spawn(self, name: str) -> None:
         """Start a process, for the first time or again."""
         process = self.processes[name]
-        process.child = await self._zygote.spawn(name, *self._arguments(process))
+        process.child = await asyncio.to_thread(
+            self._zygote.popen, HEADRACE, self._arguments(process), environ=self._environ(), log=process.log
+        )
         process.status = None
 
     async def _again(self, process: Process) -> None:
         """Start one that ended by itself, which is a problem; the others go on with it."""
         assert process.child is not None
-        self.problems.append(f"{process.name} ended by itself ({process.child.status}): {process.child.tail(3)}")
+        self.problems.append(f"{process.name} ended by itself ({process.child.returncode}): {process.tail(3)}")
         await asyncio.sleep(AGAIN_S)
         await self.spawn(process.name)
 
@@ -156,7 +177,7 @@ class ChaosCluster:
                 process = self.processes[name]
                 if process.alive or process.child is None:
                     continue
-                if "No space left on device" in process.child.tail(8):
+                if "No space left on device" in process.tail(8):
                     # A worker does not start over a store that is full; whoever keeps it running tries again.
                     self.starts_repeated += 1
                     await asyncio.sleep(AGAIN_S)
@@ -173,23 +194,20 @@ class ChaosCluster:
             await asyncio.gather(self._watching, return_exceptions=True)
             self._watching = None
         for role in ("router", "prefill", "decode", "encoder"):
-            children = [each.child for each in self.of(role) if each.child is not None]
-            for child in children:
-                child.signal(signal.SIGCONT)
-            running = [child for child in children if child.status is None]
-            for number in (signal.SIGTERM, signal.SIGINT):  # the second ends the drain
-                for child in running:
-                    child.signal(number)
+            running = [(each, each.child) for each in self.of(role) if each.child is not None and each.alive]
+            for number in (signal.SIGCONT, signal.SIGTERM, signal.SIGINT):  # the last ends the drain
+                for _, child in running:
+                    child.send_signal(number)
             deadline = time.monotonic() + STOP_S
-            for child in running:
-                ended = await child.wait(deadline - time.monotonic())
-                if not ended or child.status != 0:
-                    self.problems.append(f"{child.name} did not end well ({child.status}): {child.tail(5)}")
-                child.signal(signal.SIGKILL)
+            for process, child in running:
+                ended = await process.ended(deadline - time.monotonic())
+                if not ended or child.returncode != 0:
+                    self.problems.append(f"{process.name} did not end well ({child.returncode}): {process.tail(5)}")
+                child.kill()
         etcd = self.servers.get("etcd")
         if etcd is not None and etcd.running:
             self.left += await registered(etcd.address)
-        await self._zygote.close()
+        await asyncio.to_thread(self._zygote.close)
         for server in self.servers.values():
             server.kill()
         for process in self.processes.values():
@@ -218,18 +236,15 @@ class ChaosCluster:
                 await proxy.start()
                 name = f"{role}-{index}"
                 channel = open_channel(f"127.0.0.1:{port}", RpcSettings())
-                self.processes[name] = Process(name, role, port, proxy, channel)
+                self.processes[name] = Process(name, role, port, proxy, channel, self.run_dir / f"{name}.log")
         for server in self.servers.values():
             await asyncio.to_thread(server.wait_until_it_listens)
-        await self._zygote.start()
         for name in self.processes:
             await self.spawn(name)
         self._watching = asyncio.create_task(self._watch())
         if not await self.until_ready(list(self.processes), START_S):
             late = [name for name in self.processes if not self.ready(name)]
-            child = self.processes[late[0]].child
-            tail = "" if child is None else child.tail()
-            raise RuntimeError(f"the cluster does not start: {self.problems or late}\n{tail}")
+            raise RuntimeError(f"the cluster does not start: {self.problems or late}\n{self.processes[late[0]].tail()}")
         self._running = True
 
     def _arguments(self, process: Process) -> tuple[str, ...]:
@@ -246,7 +261,7 @@ class ChaosCluster:
             f"registry.address={self.server_proxies['etcd'].address}",
             f"listen.port={process.port}",
             f"listen.advertise={process.proxy.address}",
-            f"stop.parent_pid={self._zygote.pid}",
+            f"stop.parent_pid={os.getpid()}",
             *COMMON,
             *own,
         )
