@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import headrace
 from headrace.cli.exits import CliError
 
 TAIL_BYTES = 16 * 1024
@@ -103,6 +104,14 @@ class Child:
 def address_file(run_dir: Path, name: str) -> Path:
     """Where the child of this name writes its address (listen.address_file)."""
     return run_dir / f"{name}.address"
+
+
+def same_code(environ: Mapping[str, str]) -> dict[str, str]:
+    """With the same code for a child as this process runs, wherever that was found; a bare `import router` must find
+    nothing."""
+    root = str(Path(headrace.__file__).resolve().parents[1])
+    paths = [root, *(path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path)]
+    return {**environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONSAFEPATH": "1"}
 
 
 def describe_end(status: int) -> str:

@@ -24,9 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-import headrace
 from headrace.cli.certificates import files_of, issue, make_authority, own_hosts
-from headrace.cli.child import Child, ChildSpec, address_file, describe_end
+from headrace.cli.child import Child, ChildSpec, address_file, describe_end, same_code
 from headrace.cli.client import RouterClient, replica_is_ready, replica_status
 from headrace.cli.client_tls import OPERATOR, TLS_FOLDER, ClientTls, identity
 from headrace.cli.cluster_memory import WorkerMemory, device_of, gpu_free_bytes, plan_memory
@@ -266,11 +265,7 @@ class LocalCluster:
         return len(gpu_free_bytes())
 
     def _child_environ(self, role: str) -> dict[str, str]:
-        environ = self._environ
-        # The same code as this process runs, wherever that was found; a bare `import router` must find nothing.
-        root = str(Path(headrace.__file__).resolve().parents[1])
-        paths = [root, *(path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path)]
-        environ = {**environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONSAFEPATH": "1"}
+        environ = same_code(self._environ)
         environ["OMP_NUM_THREADS"] = str(self.spec.threads)
         environ.setdefault("UCX_NET_DEVICES", "lo")
         if role == "router":

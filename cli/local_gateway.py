@@ -19,8 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
-import headrace
-from headrace.cli.child import Child, ChildSpec, address_file
+from headrace.cli.child import Child, ChildSpec, address_file, same_code
 from headrace.cli.exits import CliError, Exit
 from headrace.cli.local_cluster import ChildFailed, LocalCluster
 
@@ -81,9 +80,6 @@ class LocalGateway:
         if self._run_dir is None:
             self._own = tempfile.TemporaryDirectory(prefix="headrace-gateway-")
             self._run_dir = Path(self._own.name)
-        root = str(Path(headrace.__file__).resolve().parents[1])
-        paths = [root, *(path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path)]
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONSAFEPATH": "1"}
         command = [sys.executable, "-m", "headrace.cli.main", "serve", "gateway"]
         for item in (
             "log.format=console",
@@ -93,7 +89,7 @@ class LocalGateway:
             f"stop.parent_pid={os.getpid()}",
         ):
             command += ["--set", item]
-        self._child = Child(ChildSpec(NAME, "gateway", tuple(command), environ), self._run_dir)
+        self._child = Child(ChildSpec(NAME, "gateway", tuple(command), same_code(os.environ)), self._run_dir)
         try:
             self._until_ready(self._child)
         except BaseException:
