@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.evals.errors import EvalError
+from headrace.evals.errors import EvalError, file_errors
 
 Row = Mapping[str, Any]
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -52,11 +52,8 @@ def _parquet(path: Path) -> list[Row]:
 
 def digest_of(path: Path) -> str:
     """SHA-256 of a file, in hex. Raises EvalError."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise EvalError(f"{path}: {error.strerror or error}") from error
+    with file_errors(path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def field(row: Row, path: Path, *names: str) -> str:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from headrace.evals.datasets import Dataset
-from headrace.evals.errors import EvalError
+from headrace.evals.errors import EvalError, file_errors
 from headrace.evals.items import Item, from_entry, to_entry
 from headrace.services.runtime.files import write_whole
-from headrace.services.runtime.line_log import Entry, LineLog, LineLogError, line_of, read_log
+from headrace.services.runtime.line_log import Entry, LineLog, line_of, read_log
 
 FORMAT: Final = 1
 MANIFEST, ITEMS, ANSWERS = "run.json", "items.jsonl", "answers.jsonl"
@@ -93,7 +93,7 @@ class RunFolder:
     def begin(self, manifest: Manifest, dataset: Dataset) -> None:
         """Make the folder, or find in it the same run as before. Raises EvalError for another one."""
         file = self.path / MANIFEST
-        try:
+        with file_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             if not file.exists():
                 names = [path.name for path in self.path.iterdir()]
@@ -105,8 +105,6 @@ class RunFolder:
                 write_whole(self.path / ITEMS, whole, _MODE)
                 write_whole(file, f"{json.dumps(asdict(manifest), indent=2)}\n".encode(), _MODE)
                 return
-        except OSError as error:
-            raise EvalError(f"{self.path}: {error.strerror or error}") from error
         former = self.manifest()
         if former != manifest:
             was, now = asdict(former), asdict(manifest)
@@ -150,34 +148,22 @@ class RunFolder:
 
     def write_grades(self, grades: Sequence[Entry]) -> None:
         """Replace the grades."""
-        try:
+        with file_errors(self.path / GRADES):
             write_whole(self.path / GRADES, b"".join(map(line_of, grades)), _MODE)
-        except OSError as error:
-            raise EvalError(f"{self.path / GRADES}: {error.strerror or error}") from error
 
     def open_answers(self) -> LineLog:
         """For appending; errors of an earlier run are taken out, so that they are asked again."""
-        return self._open(ANSWERS, only_answers=True)
+        with file_errors(self.path / ANSWERS):
+            return LineLog(self.path / ANSWERS, is_answer)
 
     def open_verdicts(self) -> LineLog:
         """For appending."""
-        return self._open(VERDICTS, only_answers=False)
-
-    def _open(self, name: str, *, only_answers: bool) -> LineLog:
-        try:
-            return LineLog(self.path / name, is_answer if only_answers else lambda _: True)
-        except LineLogError as error:
-            raise EvalError(str(error)) from error
-        except OSError as error:
-            raise EvalError(f"{self.path / name}: {error.strerror or error}") from error
+        with file_errors(self.path / VERDICTS):
+            return LineLog(self.path / VERDICTS)
 
     def _read(self, name: str) -> list[Entry]:
-        try:
+        with file_errors(self.path / name):
             return read_log(self.path / name)
-        except LineLogError as error:
-            raise EvalError(str(error)) from error
-        except OSError as error:
-            raise EvalError(f"{self.path / name}: {error.strerror or error}") from error
 
 
 def is_answer(entry: Entry) -> bool:
