@@ -37,8 +37,8 @@ def grade(path: Path, judge: Judge | None, judge_model: str | None = None) -> in
         folder = RunFolder(path)
         manifest, items = folder.manifest(), folder.items()
         answers = {key_of(entry): entry for entry in folder.answers()}
-        verdicts = _verdicts(folder, manifest, items, answers, judge, judge_model)
         named = judge_model if judge is None else judge.name
+        verdicts = _verdicts(folder, manifest, items, answers, judge, named)
         graded = []
         for task in tasks_of(items, manifest):
             answer = answers.get(task.key)
@@ -79,11 +79,10 @@ def _verdicts(
     items: Sequence[Item],
     answers: Mapping[tuple[str, int], Entry],
     judge: Judge | None,
-    judge_model: str | None,
+    named: str | None,
 ) -> Verdicts:
-    """All verdicts that are needed, those that nobody has given yet asked for."""
+    """All verdicts that are needed, those asked for that the judge of this name has not given yet."""
     verdicts = Verdicts(folder.verdicts())
-    named = judge_model if judge is None else judge.name
     prompts: dict[str, str] = {}
     for task in tasks_of([item for item in items if item.rule == "judge"], manifest):
         answer = answers.get(task.key)
