@@ -17,6 +17,7 @@ from headrace.evals.datasets import Dataset, load_dataset
 from headrace.evals.errors import EvalError
 from headrace.evals.items import Turn
 from headrace.evals.run_folder import Manifest, RunFolder, Sampling, Task, key_of, tasks_of
+from headrace.services.gateway import usage as usages
 from headrace.services.runtime.errors import HeadraceError, InvalidArgument
 from headrace.services.runtime.line_log import Entry, LineLog
 from headrace.v1 import common_pb2, inference_pb2
@@ -148,7 +149,7 @@ def entry_of(task: Task, manifest: Manifest, outcome: Reply | HeadraceError) -> 
         "finish_reason": choice.reason,
         "usage": {
             "prompt_tokens": outcome.usage.prompt_tokens,
-            "cached_tokens": outcome.usage.cached_tokens + outcome.usage.loaded_tokens,
+            "cached_tokens": usages.cached(outcome.usage),
             "completion_tokens": outcome.usage.completion_tokens,
         },
         "error": None,
