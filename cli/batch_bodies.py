@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from headrace.cli.askers import Reply
-from headrace.services.gateway import fields
+from headrace.services.gateway import completions, fields
 from headrace.services.gateway import usage as usages
-from headrace.services.gateway.calls import sampling_of
+from headrace.services.gateway.calls import sampling_of, stops_of
 from headrace.services.runtime.errors import InvalidArgument, Unimplemented
 from headrace.v1 import common_pb2, inference_pb2
 
@@ -29,8 +29,6 @@ _GATEWAYS_ONLY: Final = (
     "stream", "stream_options", "logprobs", "top_logprobs", "tools", "tool_choice", "thinking", "reasoning_effort",
 )  # fmt: skip
 """Fields that need a stream, the model's tokens, or an answer taken apart; refused where they ask for something."""
-_COMPLETION_TOKENS: Final = 16
-"""What the Completions API takes without max_tokens."""
 _ROLES: Final = {
     "system": inference_pb2.CHAT_ROLE_SYSTEM,
     "developer": inference_pb2.CHAT_ROLE_SYSTEM,
@@ -54,8 +52,7 @@ def to_request(url: str, body: Any) -> inference_pb2.GenerateRequest:
     request = inference_pb2.GenerateRequest(
         model=given.get("model", ""), sampling=sampling_of(given), traffic_class=common_pb2.TRAFFIC_CLASS_BATCH
     )
-    stop = given.get("stop", [])
-    request.stop.stop.extend([stop] if isinstance(stop, str) else stop)
+    request.stop.stop.extend(stops_of(given))
     if (limit := _max_tokens(url, given)) is not None:
         request.stop.max_tokens = limit
     if url == CHAT:
@@ -107,7 +104,7 @@ def _max_tokens(url: str, given: Body) -> int | None:
         raise InvalidArgument("contradicts max_completion_tokens; give one of them", field="max_tokens")
     if names:
         return int(given[names[0]])
-    return _COMPLETION_TOKENS if url == COMPLETIONS else None
+    return completions.MAX_TOKENS if url == COMPLETIONS else None
 
 
 def _chat(messages: Any) -> inference_pb2.ChatPrompt:

@@ -122,7 +122,7 @@ def make_call(api: Api, body: Body, upstream: Upstream, model: inference_pb2.Mod
     if prefilled:
         conversation = _continuing(conversation)
     rendered = (render_v41 if v41 else render_template)(conversation, upstream.assets, mark)
-    stops = tuple(converted.parsing_options.stop_sequences) or _own_stops(given)
+    stops = tuple(converted.parsing_options.stop_sequences) or stops_of(given)
     request = _request(given, converted, rendered, stops, v41=v41, low_detail_tokens=low_detail_tokens)
     offered = conversation.tool_choice != "none" and bool(conversation.tools)
     request.traffic_class = api.traffic_class(given)
@@ -234,7 +234,8 @@ def _continuing(conversation: recipe.Conversation) -> recipe.Conversation:
     )
 
 
-def _own_stops(given: Body) -> tuple[str, ...]:
+def stops_of(given: Body) -> tuple[str, ...]:
+    """The strings of `stop`, which is one or several of them."""
     stop = given.get("stop", ())
     return (stop,) if isinstance(stop, str) else tuple(stop)
 

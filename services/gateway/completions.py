@@ -6,11 +6,11 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from headrace.services.gateway import fields
 from headrace.services.gateway import usage as usages
-from headrace.services.gateway.calls import Body, sampling_of
+from headrace.services.gateway.calls import Body, sampling_of, stops_of
 from headrace.services.gateway.sse import DONE, Frames, frame
 from headrace.services.gateway.streams import raise_if_failed
 from headrace.services.gateway.upstream import Upstream
@@ -18,6 +18,8 @@ from headrace.services.runtime.errors import Internal, InvalidArgument, Unimplem
 from headrace.services.runtime.ids import new_request_id
 from headrace.v1 import common_pb2, inference_pb2
 
+MAX_TOKENS: Final = 16
+"""What the API takes without max_tokens."""
 Wire = AsyncGenerator[inference_pb2.GenerateResponse, None]
 
 
@@ -39,9 +41,8 @@ def make_completion(body: Body, upstream: Upstream) -> Completion:
     request = inference_pb2.GenerateRequest(prompt=_prompt(given["prompt"]), sampling=sampling_of(given))
     if "logprobs" in given:
         request.sampling.logprobs = int(given["logprobs"])
-    request.stop.max_tokens = int(given.get("max_tokens", 16))
-    stop = given.get("stop", [])
-    request.stop.stop.extend([stop] if isinstance(stop, str) else stop)
+    request.stop.max_tokens = int(given.get("max_tokens", MAX_TOKENS))
+    request.stop.stop.extend(stops_of(given))
     return Completion(upstream, request, bool(given.get("stream")))
 
 
