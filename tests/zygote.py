@@ -83,11 +83,6 @@ class Zygote:
         self._starts: dict[int, Future[int]] = {}
         self._ends: dict[int, Future[int]] = {}
 
-    @property
-    def pid(self) -> int:
-        """Parent of every child; it runs from here on."""
-        return self._running().pid
-
     def popen(self, module: str, argv: Sequence[str], *, environ: Mapping[str, str], log: Path) -> ForkedProcess:
         """`python -m module argv`, its output at the end of `log`, on the caller's cores and in its directory. A child
         that watches this process (stop.parent_pid) watches the zygote, which ends with it."""
