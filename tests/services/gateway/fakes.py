@@ -19,7 +19,7 @@ from headrace.services.gateway.response_store import open_store
 from headrace.services.gateway.routes import make_app
 from headrace.services.gateway.server import HttpServer
 from headrace.services.gateway.settings import GatewaySection, GatewaySettings, ModelEntry, ResponsesSection
-from headrace.services.runtime.errors import HeadraceError, abort
+from headrace.services.runtime.errors import HeadraceError, Unauthenticated, abort
 from headrace.services.runtime.settings import ListenSettings
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
@@ -118,8 +118,6 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.CountTokensResponse(prompt_tokens=len(request.prompt.tokens.token_ids))
 
     async def _check(self, context: Any) -> None:
-        from headrace.services.runtime.errors import Unauthenticated
-
         key = dict(context.invocation_metadata()).get("authorization", "").removeprefix("Bearer ")
         if self.known_keys is not None and key not in self.known_keys:
             await abort(context, Unauthenticated("no valid credential"))
