@@ -115,7 +115,10 @@ class SenderWatch:
         """Ask the kernel about suspects until they are dead, for ever."""
         while True:
             await self._suspected.wait()
-            for incarnation, suspect in tuple(self._suspects.items()):
+            for incarnation in tuple(self._suspects):
+                suspect = self._suspects.get(incarnation)
+                if suspect is None:  # another life of it began while a dead one was told of
+                    continue
                 found = {process.liveness() for process in suspect.processes}
                 if Liveness.UNKNOWN in found:
                     if self._on_left is None or self._monotonic() - suspect.since >= LEFT_S:

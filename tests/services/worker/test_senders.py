@@ -107,6 +107,32 @@ async def test_a_stopped_process_is_a_suspect_until_it_is_dead(child: subprocess
         assert one.dead.empty()
 
 
+async def test_suspects_may_go_while_a_death_is_told(child: subprocess.Popen[bytes]) -> None:
+    """L13: another life of a process begins just then; the examination goes on with what is left."""
+    told: list[str] = []
+
+    async def on_dead(incarnation: str) -> None:
+        told.append(incarnation)
+        for other in tuple(watch._suspects):
+            watch._forget(other)
+
+    watch = SenderWatch(Role.PREFILL, on_dead)
+    first, second = new_incarnation(), new_incarnation()
+    gone = (identity(child.pid),)
+    child.kill()
+    child.wait()
+    for incarnation in (first, second):
+        watch._processes[incarnation] = gone
+        watch._suspect(replace(replica(b""), incarnation=incarnation))
+    task = asyncio.create_task(watch.examine())
+    async with asyncio.timeout(PATIENCE_S):
+        while watch.suspects or not told:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0)
+    assert (told, task.done()) == ([first], False)
+    task.cancel()
+
+
 async def test_one_that_cannot_be_looked_at_is_given_up_when_it_stays_away() -> None:
     """L6: another host's process has left; only when it does not come back are its streams closed."""
     now, left = [0.0], []
