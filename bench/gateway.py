@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,25 +24,27 @@ import psutil
 from bench._report import JsonValue, Report, Scalar, arguments, emit, positive
 from bench.gateway_harness.clients import One, over_grpc, over_http, request_bytes, together
 from bench.gateway_harness.talking_router import make_folder
+from headrace.cli.child import Child, ChildSpec, address_file
 from headrace.cli.local_gateway import LocalGateway
 
 FAST, PACED = "talk:0", "talk:20"
 PACED_TOKENS = 5
 SLOW_STREAMS = 16
 START_S = 60.0
+ROUTER = "router"
 
 
-def start_router(scratch: Path) -> tuple[subprocess.Popen[bytes], str]:
+def start_router(scratch: Path) -> tuple[Child, str]:
     """The process and its address."""
-    file = scratch / "router"
-    process = subprocess.Popen([sys.executable, "-m", "bench.gateway_harness.talking_router", str(file)])
+    command = (sys.executable, "-m", "bench.gateway_harness.talking_router", str(address_file(scratch, ROUTER)))
+    child = Child(ChildSpec(ROUTER, "router", command, os.environ), scratch)
     deadline = time.monotonic() + START_S
-    while not file.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            raise SystemExit("the talking router did not start")
+    while (address := child.address) is None:
+        if child.status is not None or time.monotonic() > deadline:
+            child.kill()
+            raise SystemExit(f"the talking router did not start:\n{child.tail()}")
         time.sleep(0.05)
-    return process, file.read_text()
+    return child, address
 
 
 def cpu_s(process: psutil.Process) -> float:
@@ -101,7 +102,6 @@ def main() -> None:
                 )
         finally:
             router.kill()
-            router.wait()
     results: dict[str, JsonValue] = {"slow_reader": round(slow, 3), "load_average": round(os.getloadavg()[0], 1)}
     notes = ["client, router and gateway share the machine's cores; with one core each, figures are better"]
     emit(Report("gateway", results, rows, notes), as_json=options.json)
