@@ -10,7 +10,7 @@ from headrace.kvcache.transfer.errors import PeerLost, PushRefused, Refusal
 from headrace.kvcache.transfer.outbound import MoveRoute
 from headrace.kvcache.transfer.peers import Peer
 from headrace.kvcache.transfer.pieces import is_dense
-from headrace.kvcache.transfer.pushes import RowMove
+from headrace.kvcache.transfer.pushes import Push, RowMove
 from headrace.kvcache.transfer.regions import MemoryRegion, RegionDescription, RegionRole
 
 
@@ -23,6 +23,22 @@ class LocalIdentity:
     layout_fingerprint: bytes | None
     """None for a process without KV."""
     model_fingerprint: bytes
+
+
+def plan_push(
+    handle: Handle,
+    moves: Sequence[RowMove],
+    own: LocalIdentity,
+    peer: Peer | None,
+    departed: bool,
+    regions: Mapping[str, MemoryRegion],
+    gather: bool | None,
+) -> tuple[Push, Peer, tuple[MoveRoute, ...]]:
+    """A push that may be sent, its receiver and both ends of every move. Raises as check_handle and route_moves."""
+    found = check_handle(handle, own, peer, departed)
+    routes = route_moves(handle, moves, found, regions, gather)
+    nbytes = sum(len(route.move.source_items) * route.source.item_bytes for route in routes)
+    return Push(handle, tuple(moves), nbytes), found, routes
 
 
 def check_handle(handle: Handle, own: LocalIdentity, peer: Peer | None, departed: bool) -> Peer:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from headrace.kvcache.handle import ChecksumKind, Handle
-from headrace.kvcache.transfer.admission import LocalIdentity, check_handle, route_moves
+from headrace.kvcache.transfer.admission import LocalIdentity, plan_push
 from headrace.kvcache.transfer.base import (
     NO_NETWORK,
     PeerDescription,
@@ -109,10 +109,8 @@ class NixlTransferEngine(TransferEngine):
             raise EngineClosed("the transfer engine is closed")
         timeout_s = self._settings.push_timeout_s if timeout_s is None else timeout_s
         found = self._peers.find(handle.incarnation, handle.rank)
-        peer = check_handle(handle, self._own, found, self._ledger.has_departed(handle.incarnation))
-        routes = route_moves(handle, moves, peer, self._thread.memory.regions, self._settings.gather)
-        nbytes = sum(len(route.move.source_items) * route.source.item_bytes for route in routes)
-        push = Push(handle, tuple(moves), nbytes)
+        departed, regions = self._ledger.has_departed(handle.incarnation), self._thread.memory.regions
+        push, peer, routes = plan_push(handle, moves, self._own, found, departed, regions, self._settings.gather)
         deadline = self._clock() + timeout_s
 
         def enqueue(record: Outgoing) -> None:

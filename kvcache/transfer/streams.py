@@ -17,7 +17,7 @@ from functools import partial
 
 from headrace.kvcache.checksum import checksums
 from headrace.kvcache.handle import ChecksumKind, Handle
-from headrace.kvcache.transfer.admission import LocalIdentity, check_handle, route_moves
+from headrace.kvcache.transfer.admission import LocalIdentity, plan_push
 from headrace.kvcache.transfer.base import PeerDescription, TransferSettings
 from headrace.kvcache.transfer.errors import (
     EngineClosed,
@@ -121,10 +121,8 @@ class StreamSender:
     ) -> Push:
         """See TransferEngine.push."""
         found = self.peers.find(handle.incarnation, handle.rank)
-        peer = check_handle(handle, self._own, found, self.ledger.has_departed(handle.incarnation))
-        routes = route_moves(handle, moves, peer, self._regions(), gather=False)
-        nbytes = sum(len(route.move.source_items) * route.source.item_bytes for route in routes)
-        push = Push(handle, tuple(moves), nbytes)
+        departed = self.ledger.has_departed(handle.incarnation)
+        push, peer, routes = plan_push(handle, moves, self._own, found, departed, self._regions(), gather=False)
         deadline = self._clock() + timeout_s
 
         def enqueue(record: Outgoing) -> None:
