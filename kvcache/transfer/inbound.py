@@ -21,7 +21,7 @@ import torch
 
 from headrace.kvcache.handle import Handle
 from headrace.kvcache.transfer.errors import Refusal, StreamRefused
-from headrace.kvcache.transfer.ledger import REMEMBERED
+from headrace.kvcache.transfer.ledger import remember
 from headrace.kvcache.transfer.pushes import Outcome, TerminalNotice
 from headrace.kvcache.transfer.regions import MemoryRegion, RegionRole
 
@@ -89,9 +89,7 @@ class InboundStreams:
     def sender_died(self, incarnation: str) -> tuple[str, ...]:
         """See TransferEngine.sender_died. Returns the transfers that it was to write."""
         with self._lock:
-            self._dead[incarnation] = None
-            while len(self._dead) > REMEMBERED:
-                self._dead.popitem(last=False)
+            remember(self._dead, incarnation)
             grants = self._of(incarnation)
             for grant in grants:
                 self._end(grant, None)
@@ -149,10 +147,8 @@ class InboundStreams:
                 self._end(grant, Outcome.FAILED)
                 raise StreamRefused(Refusal.ENDED, f"transfer {handle.transfer_id} broke off; reserve again")
             grant.sender = sender
-            self._streamers[sender] = None
+            remember(self._streamers, sender)
             self._streamers.move_to_end(sender)
-            while len(self._streamers) > REMEMBERED:
-                self._streamers.popitem(last=False)
             grant.stream = stream = InboundStream(self, grant)
             return stream
 

@@ -128,7 +128,7 @@ class Ledger:
         """The terminal notice went out, or cannot (error)."""
         with self._lock:
             del self._transfers[record.key]
-            _remember(self._ended, record.key)
+            remember(self._ended, record.key)
             if error is None:
                 self.totals.notices_sent += 1
             else:
@@ -178,7 +178,7 @@ class Ledger:
 
     def depart(self, incarnation: str) -> None:
         with self._lock:
-            _remember(self._departed, incarnation)
+            remember(self._departed, incarnation)
 
     def has_departed(self, incarnation: str) -> bool:
         with self._lock:
@@ -244,7 +244,8 @@ def transfer_key(handle: Handle) -> TransferKey:
     return handle.incarnation, handle.rank, handle.transfer_id
 
 
-def _remember(memory: OrderedDict[TransferKey, None] | OrderedDict[str, None], key: object) -> None:
+def remember(memory: OrderedDict[TransferKey, None] | OrderedDict[str, None], key: object) -> None:
+    """Add a key, and let the oldest beyond REMEMBERED go."""
     memory[key] = None  # type: ignore[index]
     while len(memory) > REMEMBERED:
         memory.popitem(last=False)
