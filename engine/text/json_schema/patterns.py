@@ -31,13 +31,9 @@ def automaton(pattern: str, anchored: bool = False) -> FSM:
     branches = _branches(pattern)
     rewritten = []
     for branch in branches:
-        inner, front, back = branch, anchored, anchored
-        if inner.startswith("^"):
-            inner, front = inner[1:], True
-        if inner.endswith("$") and not _escaped(inner, len(inner) - 1):
-            inner, back = inner[:-1], True
+        inner, front, back = _between_anchors(branch)
         text = _rewrite(inner, pattern)
-        rewritten.append(f"{'' if front else _ANY}(?:{text}){'' if back else _ANY}")
+        rewritten.append(f"{'' if front or anchored else _ANY}(?:{text}){'' if back or anchored else _ANY}")
     try:
         made = parse_pattern("|".join(rewritten)).to_fsm().reduce()
     except (Unsupported, InvalidSyntax, ValueError, KeyError, NotImplementedError) as error:
@@ -60,9 +56,7 @@ def found_in(pattern: str, text: str) -> bool:
 def stray_anchor(pattern: str) -> bool:
     """Whether there is a ^ or $ elsewhere than at the ends of a branch of the top level."""
     for branch in _branches(pattern):
-        inner = branch.removeprefix("^")
-        if inner.endswith("$") and not _escaped(inner, len(inner) - 1):
-            inner = inner[:-1]
+        inner, _, _ = _between_anchors(branch)
         in_class = False
         for place, char in enumerate(inner):
             if _escaped(inner, place):
@@ -71,6 +65,14 @@ def stray_anchor(pattern: str) -> bool:
             if not in_class and char in "^$":
                 return True
     return False
+
+
+def _between_anchors(branch: str) -> tuple[str, bool, bool]:
+    """A branch without the anchors at its ends; whether it has one in front and at its back."""
+    inner = branch.removeprefix("^")
+    front = inner != branch
+    back = inner.endswith("$") and not _escaped(inner, len(inner) - 1)
+    return inner[:-1] if back else inner, front, back
 
 
 def _escaped(text: str, place: int) -> bool:
