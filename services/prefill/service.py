@@ -14,7 +14,7 @@ import grpc.aio
 from headrace.engine.messages import Cancel, Event, PrefillDone, PrefillFailed, RowsReady
 from headrace.engine.request import EngineRequest, RequestKey
 from headrace.kvcache.transfer.base import PeerDescription, TransferEngine
-from headrace.kvcache.transfer.errors import PeerRefused, TransferError
+from headrace.kvcache.transfer.errors import PeerRefused, Refusal, TransferError
 from headrace.services.prefill.check import Target, check_target
 from headrace.services.prefill.commit import Committer
 from headrace.services.prefill.embeddings import EmbeddingReceiver, Fetched, first_error
@@ -276,6 +276,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         try:
             await asyncio.wrap_future(self._transfer.connect(agent))
         except PeerRefused as error:
+            if error.reason is Refusal.INCARNATION:  # it died since the router chose it: another one will do
+                raise Unavailable(f"decode is gone: {error}") from error
             raise Incompatible(f"decode's transfer agent is refused: {error}", field="target.agent") from error
         except TransferError as error:
             raise Unavailable(f"decode's transfer agent does not answer: {error}") from error

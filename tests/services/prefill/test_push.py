@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc.aio
 import pytest
@@ -22,9 +22,11 @@ from headrace.kvcache.landing_types import (
     PartRequest,
     PartTarget,
 )
+from headrace.kvcache.process import ProcessIdentity
 from headrace.kvcache.transfer.nixl import NixlTransferEngine
 from headrace.kvcache.transfer.pushes import Outcome
 from headrace.kvcache.transfer.regions import MemoryRegion, RegionRole
+from headrace.kvcache.transfer.wire import decode_envelope, encode_envelope
 from headrace.services.runtime.errors import HeadraceError, Unavailable, from_rpc_error
 from headrace.services.runtime.health import Health
 from headrace.services.runtime.ids import new_incarnation
@@ -184,6 +186,23 @@ async def test_what_was_damaged_is_pushed_again(receiver: Receiver) -> None:
     again = spec_for(receiver, "damage", 75, attempt=2)
     assert (await receiver.run(again, receiver.grant(again))).HasField("handed_over")
     assert torch.equal(receiver.rows, arrived)
+
+
+async def test_a_decode_that_died_is_no_misfit(receiver: Receiver) -> None:
+    """L6, L14: prefill knows of the death before the router does; what it answers lets the request go elsewhere."""
+    own = ProcessIdentity.own()
+    dead = replace(own, start_ticks=own.start_ticks - 1)
+    described = receiver.transfer.describe()
+    metadata = encode_envelope(replace(decode_envelope(described.agent_metadata), process=dead))
+    spec = spec_for(receiver, "dead", 40)
+    target = receiver.grant(spec)
+    described = replace(described, agent_metadata=metadata)
+    target.agent.CopyFrom(agent_to_wire(described, receiver.peer.replica_id, receiver.model, UNSIGNED))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await receiver.run(spec, target)
+    error = from_rpc_error(refused.value)
+    assert isinstance(error, Unavailable), error
+    assert "is gone" in str(error)
 
 
 async def test_rows_that_never_match_end_the_run(receiver: Receiver) -> None:
