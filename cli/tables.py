@@ -151,7 +151,8 @@ def load_text(replica: registry_pb2.Replica) -> str:
 
 
 def requests_text(counts: control_pb2.Conservation) -> str:
-    """L11's sum in words."""
+    """L11's sum in words, and what was turned away."""
     ended = {"finished": counts.finished, "cancelled": counts.cancelled, "deadline": counts.deadline}
     ended |= {"failed": counts.failed, "refused": counts.refused}
+    ended |= {"invalid": counts.invalid, "unavailable": counts.unavailable}
     return ", ".join([f"{counts.live} live", *(f"{number} {name}" for name, number in ended.items() if number)])

@@ -141,6 +141,8 @@ class Conservation(_message.Message):
     DEADLINE_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    INVALID_FIELD_NUMBER: _builtins.int
+    UNAVAILABLE_FIELD_NUMBER: _builtins.int
     accepted: _builtins.int
     """Taken in."""
     live: _builtins.int
@@ -148,13 +150,19 @@ class Conservation(_message.Message):
     finished: _builtins.int
     """Ended by STOP or LENGTH, or handed over."""
     cancelled: _builtins.int
-    """Ended by the client."""
+    """Ended by the client, who left, reads too slowly, or goes on elsewhere."""
     deadline: _builtins.int
     """Ended by their deadline."""
     failed: _builtins.int
     """Ended by an error."""
     refused: _builtins.int
-    """Refused before they were accepted; not in the sum."""
+    """Turned away for overload or a limit of the caller: never accepted, not in the sum. A prefill's or decode's are those
+    turned away for any cause.
+    """
+    invalid: _builtins.int
+    """Turned away as wrong in themselves or not for this caller; not in the sum."""
+    unavailable: _builtins.int
+    """Turned away as nobody could serve them then; their clients may have gone on elsewhere. Not in the sum."""
     def __init__(
         self,
         *,
@@ -165,10 +173,12 @@ class Conservation(_message.Message):
         deadline: _builtins.int = ...,
         failed: _builtins.int = ...,
         refused: _builtins.int = ...,
+        invalid: _builtins.int = ...,
+        unavailable: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "cancelled", b"cancelled", "deadline", b"deadline", "failed", b"failed", "finished", b"finished", "live", b"live", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "cancelled", b"cancelled", "deadline", b"deadline", "failed", b"failed", "finished", b"finished", "invalid", b"invalid", "live", b"live", "refused", b"refused", "unavailable", b"unavailable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,7 +27,7 @@ from headrace.services.runtime.errors import (
     NotFound,
     Unavailable,
 )
-from headrace.services.runtime.live import LiveSet, Outcome
+from headrace.services.runtime.live import LiveSet
 from headrace.services.worker.recalled import Recalled
 from headrace.services.worker.signing import Signer
 from headrace.services.worker.transfer_wire import agent_from_wire, checksums_to_wire, handle_from_wire
@@ -93,12 +93,8 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             raise InvalidArgument(
                 f"{len(request.images)} images; this encoder takes 1 to {self._max_images}", field="images"
             )
-        with self.live.within(object()) as ending:
-            try:
-                return await self._encode(request)
-            except DeadlineExceeded:
-                ending.outcome = Outcome.DEADLINE
-                raise
+        with self.live.within(object()):
+            return await self._encode(request)
 
     async def _encode(self, request: encoder_pb2.EncodeRequest) -> encoder_pb2.EncodeResponse:
         leases: list[str] = []

@@ -24,11 +24,10 @@ from headrace.services.gateway.upstream import Upstream, Upstreams
 from headrace.services.runtime import logs
 from headrace.services.runtime.errors import (
     Cancelled,
-    DeadlineExceeded,
     HeadraceError,
     Internal,
 )
-from headrace.services.runtime.live import Outcome
+from headrace.services.runtime.live import TURNED_AWAY, Outcome, outcome_of
 from headrace.services.runtime.metrics import Metrics
 from headrace.v1 import inference_pb2
 
@@ -173,18 +172,20 @@ class _Guarded:
         with logs.request_context(key):
             response: Response
             failure: BaseException | None = None
+            streamed = False
             try:
                 with self._gateway.door.within() as ending:
                     try:
                         response = await self._endpoint(request, key)
                         response.headers["x-request-id"] = response.headers["request-id"] = key
                         await response(scope, receive, send)
+                        streamed = isinstance(response, EventStream)
                         failure = response.failure if isinstance(response, EventStream) else None
                     except BaseException as error:
                         failure = error
                         raise
                     finally:
-                        ending.outcome = _outcome(failure)
+                        ending.outcome = _outcome(failure, streamed=streamed)
                 status = response.status_code if failure is None else _status(failure)
             except asyncio.CancelledError:
                 raise
@@ -212,12 +213,12 @@ def _status(failure: BaseException) -> int:
     return status_of(failure) if isinstance(failure, HeadraceError) else 500
 
 
-def _outcome(failure: BaseException | None) -> Outcome:
+def _outcome(failure: BaseException | None, *, streamed: bool) -> Outcome:
+    """`streamed`: events had been sent when it failed."""
     if failure is None:
         return Outcome.FINISHED
-    if isinstance(failure, Cancelled | asyncio.CancelledError):
-        return Outcome.CANCELLED
-    return Outcome.DEADLINE if isinstance(failure, DeadlineExceeded) else Outcome.FAILED
+    outcome = outcome_of(failure)
+    return Outcome.FAILED if streamed and outcome in TURNED_AWAY else outcome
 
 
 def told_openai(key: str, error: HeadraceError) -> bytes:

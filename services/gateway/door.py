@@ -57,12 +57,13 @@ class Door:
     @contextmanager
     def within(self) -> Iterator[Ending]:
         """A request that is being served. Raises ResourceExhausted, Unavailable (L12)."""
-        if self.closing:
-            raise Unavailable("this gateway is ending; send the request again", retry_after_s=RETRY_AFTER_S)
-        if len(self.live) >= self._settings.max_requests:
-            raise ResourceExhausted(
-                f"{self._settings.max_requests} requests are being served; try again", retry_after_s=RETRY_AFTER_S
-            )
+        with self.live.at_door():
+            if self.closing:
+                raise Unavailable("this gateway is ending; send the request again", retry_after_s=RETRY_AFTER_S)
+            if len(self.live) >= self._settings.max_requests:
+                raise ResourceExhausted(
+                    f"{self._settings.max_requests} requests are being served; try again", retry_after_s=RETRY_AFTER_S
+                )
         try:
             with self.live.within(object()) as ending:
                 yield ending

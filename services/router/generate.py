@@ -41,15 +41,9 @@ from headrace.services.router.tenants import Tenant
 from headrace.services.router.workers import Workers
 from headrace.services.runtime import logs
 from headrace.services.runtime.clock import Clock
-from headrace.services.runtime.errors import (
-    Aborted,
-    Cancelled,
-    DeadlineExceeded,
-    HeadraceError,
-    InvalidArgument,
-)
+from headrace.services.runtime.errors import DeadlineExceeded, InvalidArgument, from_proto
 from headrace.services.runtime.ids import new_request_id, scoped_id
-from headrace.services.runtime.live import LiveSet, Outcome
+from headrace.services.runtime.live import LiveSet, Outcome, outcome_of
 from headrace.v1 import common_pb2, encoder_pb2, inference_pb2
 
 T = TypeVar("T")
@@ -88,16 +82,14 @@ class Generation:
         self._constraints = constraints
         self.recovered = self._means.recovered
         self.live: LiveSet[str] = LiveSet("requests")
-        """Conservation of requests (L11): one that was validated is accepted."""
-        self.refused = 0
-        """Requests refused before they were accepted."""
+        """Conservation of requests (L11)."""
 
     async def run(
         self, request: inference_pb2.GenerateRequest, tenant: Tenant, time_remaining_s: float | None
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Events of one request. Raises typed errors before the first one only."""
         log = RequestLog(arrived=self._clock.monotonic())
-        try:
+        with self.live.at_door():
             longest = log.arrived + self._settings.requests.timeout_seconds
             if time_remaining_s is not None:
                 longest = min(longest, log.arrived + time_remaining_s)
@@ -112,30 +104,20 @@ class Generation:
                 work = self._constraints.complete(prepared, request)
                 prepared = await _before(longest, self._clock, work, "while the constraint was read")
             prepared = self._named(prepared, tenant)
-        except HeadraceError:
-            self.refused += 1
-            raise
         log.prepared = self._clock.monotonic() - log.arrived
         timeout_s = prepared.timeout_s if time_remaining_s is None else min(prepared.timeout_s, time_remaining_s)
         deadline = log.arrived + timeout_s
         with self.live.within(prepared.request_id) as ending, logs.request_context(prepared.name):
-            try:
-                placed = None if prepared.images else self._place(prepared, (), tenant, deadline)
-                async with (
-                    self._desk.admitted(self._ticket(prepared, placed, tenant, deadline)) as turn,
-                    aclosing(self._serve(prepared, placed, tenant, deadline, log, turn)) as way,
-                ):
-                    log.queued = self._clock.monotonic() - log.arrived - log.prepared
-                    async for response in way:
-                        if response.HasField("finished"):
-                            ending.outcome = _worst(ending.outcome, response.finished)
-                        yield response
-            except DeadlineExceeded:
-                ending.outcome = Outcome.DEADLINE
-                raise
-            except (GeneratorExit, Cancelled, Aborted):
-                ending.outcome = Outcome.CANCELLED
-                raise
+            placed = None if prepared.images else self._place(prepared, (), tenant, deadline)
+            async with (
+                self._desk.admitted(self._ticket(prepared, placed, tenant, deadline)) as turn,
+                aclosing(self._serve(prepared, placed, tenant, deadline, log, turn)) as way,
+            ):
+                log.queued = self._clock.monotonic() - log.arrived - log.prepared
+                async for response in way:
+                    if response.HasField("finished"):
+                        ending.outcome = _worst(ending.outcome, response.finished)
+                    yield response
 
     def _named(self, prepared: Prepared, tenant: Tenant) -> Prepared:
         """With an id that is the only one in this router. The client's names are its tenant's own (L25)."""
@@ -212,9 +194,10 @@ _OUTCOMES = {
 
 
 def _worst(current: Outcome, finished: common_pb2.FinishedEvent) -> Outcome:
-    """A request ends as its worst choice. One that goes on elsewhere was given up here, and has not failed."""
+    """A request ends as its worst choice. One that goes on elsewhere, or whose client does not read, has not failed; it
+    has when it ran and lost its room or its workers."""
     outcome = _OUTCOMES.get(finished.reason, Outcome.FINISHED)
-    if finished.error.code == common_pb2.ERROR_CODE_ABORTED:
+    if outcome is Outcome.FAILED and outcome_of(from_proto(finished.error)) is Outcome.CANCELLED:
         outcome = Outcome.CANCELLED
     return max(current, outcome, key=_ORDER.index)
 

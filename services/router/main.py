@@ -221,7 +221,6 @@ def _metrics(
 ) -> None:
     metrics = process.metrics
     metrics.live_set("requests", "Requests", generation.live)
-    metrics.gauge("requests_refused", "Requests refused before they were accepted", lambda: generation.refused)
     metrics.gauges(
         "requests_recovered",
         "Attempts that were not a request's first, and resumed requests, since start",
@@ -290,7 +289,7 @@ def _inspection(
     if check:
         problems += prefixes.problems()
     return Inspection(
-        requests=conservation(live, generation.refused),
+        requests=conservation(live),
         members=tuple(to_wire(replica) for replica in workers.members()),
         problems=tuple(problems),
     )

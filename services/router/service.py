@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 import grpc.aio
@@ -51,10 +51,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """See inference.proto."""
         tenant = self._tenants.caller(context.invocation_metadata())
-        async with self._limiter.request(tenant, request) as charge:
-            await self._fetcher.fill(
-                request.prompt, self._settings.requests.max_images, _time_left(request, context.time_remaining())
-            )
+        async with AsyncExitStack() as stack:
+            with self._generation.live.at_door():
+                charge = await stack.enter_async_context(self._limiter.request(tenant, request))
+                await self._fetcher.fill(
+                    request.prompt, self._settings.requests.max_images, _time_left(request, context.time_remaining())
+                )
             async with aclosing(self._generation.run(request, tenant, context.time_remaining())) as responses:
                 async for response in responses:
                     charge.see(response)

@@ -37,7 +37,7 @@ class Inspection:
     """Of the integrity check, where it was asked for."""
 
 
-def conservation(live: LiveSet[Any], refused: int = 0) -> control_pb2.Conservation:
+def conservation(live: LiveSet[Any]) -> control_pb2.Conservation:
     """The wire form of a live set (L11)."""
     return control_pb2.Conservation(
         accepted=live.accepted,
@@ -46,7 +46,9 @@ def conservation(live: LiveSet[Any], refused: int = 0) -> control_pb2.Conservati
         cancelled=live.ended(Outcome.CANCELLED),
         deadline=live.ended(Outcome.DEADLINE),
         failed=live.ended(Outcome.FAILED),
-        refused=refused,
+        refused=live.ended(Outcome.REFUSED),
+        invalid=live.ended(Outcome.INVALID),
+        unavailable=live.ended(Outcome.UNAVAILABLE),
     )
 
 

@@ -21,7 +21,7 @@ from prometheus_client import Histogram
 
 from headrace.services.runtime import errors, logs, peers
 from headrace.services.runtime.ids import new_request_id, valid_request_id
-from headrace.services.runtime.live import LiveSet, Outcome
+from headrace.services.runtime.live import LiveSet, Outcome, outcome_of
 from headrace.services.runtime.metrics import Metrics
 
 REQUEST_ID_KEY: Final = "x-request-id"
@@ -158,7 +158,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
                     ending.outcome = Outcome.CANCELLED
                     return
                 typed = self._typed(method, error)
-                ending.outcome = _OUTCOMES.get(errors.grpc_status(typed), Outcome.FAILED)
+                ending.outcome = outcome_of(typed)
                 await errors.abort(context, typed)
             finally:
                 seconds = self._timed.get(method)
@@ -209,12 +209,6 @@ def _reader(
 def _left(context: _Context) -> Outcome:
     remaining = context.time_remaining()
     return Outcome.DEADLINE if remaining is not None and remaining <= 0 else Outcome.CANCELLED
-
-
-_OUTCOMES: Final = {
-    grpc.StatusCode.CANCELLED: Outcome.CANCELLED,
-    grpc.StatusCode.DEADLINE_EXCEEDED: Outcome.DEADLINE,
-}
 
 
 def _request_id(context: _Context) -> str:

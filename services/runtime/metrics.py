@@ -83,7 +83,7 @@ class Metrics:
         self.registry.register(_Collected(collect, (CounterMetricFamily(full, text, labels=labels),)))
 
     def live_set(self, name: str, text: str, live: LiveSet[Any]) -> None:
-        """Three series of a live set: headrace_NAME_live, headrace_NAME_accepted_total, headrace_NAME_ended_total."""
+        """Three series of a live set: headrace_NAME_live, headrace_NAME_arrived_total, headrace_NAME_ended_total."""
         self.live_sets(name, text, (), lambda: {(): live})
 
     def live_sets(
@@ -95,18 +95,18 @@ class Metrics:
         def families() -> tuple[GaugeMetricFamily, CounterMetricFamily, CounterMetricFamily]:
             return (
                 GaugeMetricFamily(f"{full}_live", f"{text}: in flight", labels=labels),
-                CounterMetricFamily(f"{full}_accepted", f"{text}: accepted", labels=labels),
+                CounterMetricFamily(f"{full}_arrived", f"{text}: arrived", labels=labels),
                 CounterMetricFamily(f"{full}_ended", f"{text}: ended, by outcome", labels=[*labels, "outcome"]),
             )
 
         def collect() -> Iterable[Metric]:
-            in_flight, accepted, ended = families()
+            in_flight, arrived, ended = families()
             for values, live in read().items():
                 in_flight.add_metric(values, len(live))
-                accepted.add_metric(values, live.accepted)
+                arrived.add_metric(values, live.arrived)
                 for outcome in Outcome:
                     ended.add_metric([*values, outcome.value], live.ended(outcome))
-            yield from (in_flight, accepted, ended)
+            yield from (in_flight, arrived, ended)
 
         self.registry.register(_Collected(collect, families()))
 

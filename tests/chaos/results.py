@@ -83,8 +83,8 @@ def conclude(seed: int, rounds: Sequence[Found], bars: Bars) -> dict[str, Any]:
         "wrong_events": [f"{trace.ask.name}: {trace.watch.event_errors[:3]}" for trace in errors][:SHOWN],
         "leaked": leaks[:SHOWN],
         "problems": problems[:SHOWN],
-        "failed_at_routers": {
-            f"{found.family} {name}": number for found in rounds for name, number in found.server_failed.items()
+        "at_routers": {
+            f"{found.family} {name}": dict(ended) for found in rounds for name, ended in found.at_routers.items()
         },
     }
     result["missed"] = missed(result, bars, [kind for found in rounds for kind in found_kinds(found)])
@@ -100,6 +100,7 @@ def missed(result: dict[str, Any], bars: Bars, kinds: Iterable[str]) -> list[str
     if result["accepted"] != ended:
         found.append(f"accepted {result['accepted']}, ended {ended}")
     found += [f"problem: {text}" for text in result["problems"]]
+    found += [f"{name} failed {ends['failed']}" for name, ends in result["at_routers"].items() if ends.get("failed")]
     wanted = {
         "faults": bars.faults,
         "kills": bars.kills,

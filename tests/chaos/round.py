@@ -7,6 +7,7 @@ import contextlib
 import random
 import subprocess
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ CALM_AT_ONCE = 4
 DRAIN_S = 300.0
 """Longest end of the requests that are under way when the load stops."""
 SAMPLE_S = 5.0
+ENDS = ("finished", "cancelled", "deadline", "failed", "refused", "invalid", "unavailable")
+"""Fields of Conservation."""
 Told = Callable[[str], None]
 
 
@@ -71,8 +74,8 @@ class Found:
     leaks: list[str] = field(default_factory=list)
     footprints: dict[str, list[Footprint]] = field(default_factory=dict)
     """By process, of its last life, over time."""
-    server_failed: dict[str, int] = field(default_factory=dict)
-    """Requests that a router itself counted as failed, by its name."""
+    at_routers: dict[str, Counter[str]] = field(default_factory=dict)
+    """How requests ended as a router itself counts, over its lives, by its name."""
 
 
 async def play(seed: int, shape: Shape, folder: Path, told: Told) -> Found:
@@ -132,7 +135,9 @@ async def _play(seed: int, shape: Shape, cluster: ChaosCluster, found: Found, to
         found.breaks = dict(clients.breaks)
         found.footprints = {name: list(prints) for name, prints in found.footprints.items()}
     for process in cluster.of("router"):
-        found.server_failed[process.name] = sum(counts.failed for counts in process.counts.values())
+        ended = found.at_routers[process.name] = Counter()
+        for counts in process.counts.values():
+            ended.update({name: number for name in ENDS if (number := getattr(counts, name))})
 
 
 def summary(books: Books) -> str:

@@ -31,6 +31,7 @@ GOOD: dict[str, Any] = {
     "kills_by_process": dict.fromkeys(KINDS, 3),
     "rss_growth": {"decode-0": 1.05},
     "problems": [],
+    "at_routers": {"router-0": {"finished": 500, "unavailable": 18}},
 }
 
 
@@ -47,6 +48,7 @@ def test_a_good_soak_misses_nothing() -> None:
         ({"leaks": 1}, "leaks: 1, not 0"),
         ({"accepted": 531}, "accepted 531, ended 530"),
         ({"problems": ["decode-0 ended by itself"]}, "decode-0 ended by itself"),
+        ({"at_routers": {"router-0": {"failed": 1}}}, "router-0 failed 1"),
         ({"faults": 99}, "faults: 99 of 100"),
         ({"kills": 39}, "kills: 39 of 40"),
         ({"finished": 499, "cancelled": 21}, "finished: 499 of 500"),

@@ -7,11 +7,14 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from bench.two_routers import PATIENCE_S, QUEUE, RANKS, SLOTS, members, run_once
-from bench.two_routers_harness.clients import Round, client
+from bench.two_routers_harness.clients import Round, client, request
 from bench.two_routers_harness.processes import EtcdCluster, slots_peak, slots_used
+from headrace.cli.client import replica_status
+from headrace.v1 import control_pb2, inference_pb2_grpc
 
 pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (package etcd-server)")
 
@@ -24,6 +27,10 @@ def cluster(v3_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def peaks(cluster: EtcdCluster) -> list[int]:
     return [slots_peak(cluster.address(name)) for name in cluster.names("decode")]
+
+
+def router_counts(cluster: EtcdCluster, router: str) -> control_pb2.Conservation:
+    return replica_status(cluster.address(router)).requests
 
 
 async def until_free(cluster: EtcdCluster) -> None:
@@ -41,6 +48,28 @@ def test_without_a_queue_exactly_what_fits_is_accepted(cluster: EtcdCluster) -> 
     assert outcome.holds, outcome
     assert outcome.refused == 24
     assert max(peaks(cluster)) == SLOTS
+    routers = [router_counts(cluster, f"router-0-{side}") for side in "ab"]
+    assert sum(counts.refused for counts in routers) == outcome.refused + outcome.retries
+    assert sum(counts.finished for counts in routers) == sum(counts.accepted for counts in routers) == 64
+    assert not any(counts.failed or counts.invalid or counts.unavailable for counts in routers)
+
+
+def test_a_request_that_is_wrong_in_itself_is_no_failure(cluster: EtcdCluster) -> None:
+    """L11: whether it is found so as it is read, or when its place is looked for."""
+    router = f"router-{QUEUE}-a"
+    before = router_counts(cluster, router)
+    wrong = [request("wrong-1", 0), request("wrong-2", 0)]
+    wrong[0].sampling.temperature = -1.0
+    del wrong[1].prompt.tokens.token_ids[:]
+    wrong[1].prompt.tokens.token_ids.extend([20] * 5000)
+    with grpc.insecure_channel(cluster.address(router)) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        for each in wrong:
+            with pytest.raises(grpc.RpcError):
+                list(stub.Generate(each, timeout=PATIENCE_S))
+    counts = router_counts(cluster, router)
+    assert counts.invalid == before.invalid + 2
+    assert (counts.accepted, counts.failed) == (before.accepted, before.failed)
 
 
 def test_with_a_queue_nobody_is_refused(cluster: EtcdCluster) -> None:

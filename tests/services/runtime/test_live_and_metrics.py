@@ -10,7 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.services.runtime.live import ConservationError, LiveSet, Outcome
+from headrace.services.runtime.errors import (
+    READER,
+    Aborted,
+    DeadlineExceeded,
+    Incompatible,
+    Internal,
+    InvalidArgument,
+    NeverFits,
+    ResourceExhausted,
+    Unavailable,
+)
+from headrace.services.runtime.live import TURNED_AWAY, ConservationError, LiveSet, Outcome
 from headrace.services.runtime.metrics import Metrics, MetricsServer
 
 
@@ -35,7 +46,8 @@ def test_the_books_balance_at_every_instant(steps: list[tuple[int, Outcome | Non
                 live.leave(item, outcome)
         live.check()
         assert set(live) == inside
-        assert live.accepted == len(live) + sum(live.ended(one) for one in Outcome)
+        assert live.arrived == len(live) + sum(live.ended(one) for one in Outcome)
+        assert live.accepted == len(live) + sum(live.ended(one) for one in Outcome if one not in TURNED_AWAY)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +62,34 @@ def test_a_block_ends_what_it_holds_however_it_ends(error: BaseException | None,
         if error is not None:
             raise error
     assert (len(live), live.ended(outcome)) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (GeneratorExit(), Outcome.CANCELLED),
+        (Aborted("newer"), Outcome.CANCELLED),
+        (ResourceExhausted("unread", retry_after_s=1.0, field=READER), Outcome.CANCELLED),
+        (ResourceExhausted("full", retry_after_s=1.0), Outcome.REFUSED),
+        (DeadlineExceeded("late"), Outcome.DEADLINE),
+        (InvalidArgument("wrong"), Outcome.INVALID),
+        (NeverFits("long"), Outcome.INVALID),
+        (Unavailable("nobody"), Outcome.UNAVAILABLE),
+        (Incompatible("other"), Outcome.FAILED),
+        (Internal("defect"), Outcome.FAILED),
+    ],
+)
+def test_errors_tell_how_something_ended(error: BaseException, outcome: Outcome) -> None:
+    """L11, L12: overload, mistakes and want of workers are not failures, nor each other; what is turned away at the
+    door or behind it has arrived and was never accepted."""
+    live = LiveSet[str]("requests")
+    with pytest.raises(type(error)), live.at_door():
+        raise error
+    with pytest.raises(type(error)), live.within("a"):
+        raise error
+    live.check()
+    assert (live.arrived, live.ended(outcome)) == (2, 2)
+    assert live.accepted == (0 if outcome in TURNED_AWAY else 2)
 
 
 def test_a_block_may_say_how_it_ended() -> None:
@@ -72,7 +112,7 @@ def test_gauges_are_read_when_asked() -> None:
     live.leave(1, Outcome.DEADLINE)
     assert metrics.value("headrace_rows_used") == 7
     assert metrics.value("headrace_requests_live") == 1
-    assert metrics.value("headrace_requests_accepted_total") == 2
+    assert metrics.value("headrace_requests_arrived_total") == 2
     assert metrics.value("headrace_requests_ended_total", outcome="deadline") == 1
     assert metrics.value("headrace_info", role="decode") == 1
 

@@ -142,7 +142,7 @@ async def test_typed_errors_reach_the_client_as_they_are(rig: Rig) -> None:
     assert isinstance(error, errors.ResourceExhausted)
     assert error.retry_after_s == 1.5
     await rig.idle()  # a client hears of the end before the server has counted it
-    assert rig.ended("Unary", "failed") == 1
+    assert rig.ended("Unary", "refused") == 1
 
 
 async def test_bytes_that_are_no_message_get_a_typed_answer(rig: Rig) -> None:
