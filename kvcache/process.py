@@ -22,7 +22,7 @@ class Liveness(StrEnum):
     DEAD = "dead"
     """Gone, all its threads with it."""
     UNKNOWN = "unknown"
-    """On another host, or in another PID namespace."""
+    """It is elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,15 @@ class ProcessIdentity:
             raise RuntimeError("/proc is not mounted: transfers need it to tell dead peers from stopped ones")
         return cls(boot_id, namespace, pid, stat[1])
 
+    @property
+    def elsewhere(self) -> bool:
+        """On another host, or in another namespace of processes: no memory is shared with it, and nothing can be known
+        of its death."""
+        return (self.boot_id, self.pid_namespace) != _here()
+
     def liveness(self) -> Liveness:
         """DEAD only on evidence."""
-        if (self.boot_id, self.pid_namespace) != _here():
+        if self.elsewhere:
             return Liveness.UNKNOWN
         stat = _read_stat(self.pid)
         if stat is None or stat[1] != self.start_ticks:

@@ -33,7 +33,6 @@ from headrace.kvcache.transfer.copies import Copy, Direction, Span
 from headrace.kvcache.transfer.errors import PeerRefused, Refusal, TransferError
 from headrace.kvcache.transfer.inbound import InboundStreams
 from headrace.kvcache.transfer.nixl import NixlTransferEngine
-from headrace.kvcache.transfer.peers import ProcessIdentity
 from headrace.kvcache.transfer.pushes import Outcome, Push, Ready, RowMove, TerminalNotice
 from headrace.kvcache.transfer.regions import MemoryRegion
 from headrace.kvcache.transfer.row_wire import RowWire
@@ -130,13 +129,10 @@ class RoutedTransferEngine(TransferEngine):
         return self._mode is Mode.STREAM
 
     def _is_elsewhere(self, peer: PeerDescription) -> bool:
-        """Another host, or another namespace of processes, across which no memory is shared."""
         try:
-            process = process_of(peer)
+            return process_of(peer).elsewhere
         except MalformedBytes:
             return False  # NIXL's engine refuses it
-        own = ProcessIdentity.own()
-        return (process.boot_id, process.pid_namespace) != (own.boot_id, own.pid_namespace)
 
     def wire_to(self, incarnation: str, rank: int = 0) -> str | None:
         return self._nixl.wire_to(incarnation, rank)
@@ -195,7 +191,7 @@ class RoutedTransferEngine(TransferEngine):
 
     def sender_left(self, incarnation: str, *, elsewhere: bool) -> int:
         """A member that cannot be looked at has left: its transfers end, if it can write by nothing but streams.
-        `elsewhere`: it is on another host. Returns how many ended."""
+        `elsewhere`: it shares no memory with this process. Returns how many ended."""
         streams_only = elsewhere and self._settings.net_devices == NO_NETWORK
         return self.inbound.sender_left(incarnation, streams_only=streams_only)
 

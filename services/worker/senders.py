@@ -134,8 +134,7 @@ class SenderWatch:
                 self._suspected.clear()
 
     def _give_up(self, incarnation: str, processes: tuple[ProcessIdentity, ...]) -> None:
-        own = ProcessIdentity.own()
-        elsewhere = all(process.boot_id != own.boot_id for process in processes)
+        elsewhere = all(process.elsewhere for process in processes)
         ended = 0 if self._on_left is None else self._on_left(incarnation, elsewhere=elsewhere)
         _log.warning(
             "nothing is known of a sender's death: another host", incarnation=short(incarnation), streams_closed=ended

@@ -133,8 +133,11 @@ async def test_suspects_may_go_while_a_death_is_told(child: subprocess.Popen[byt
     task.cancel()
 
 
-async def test_one_that_cannot_be_looked_at_is_given_up_when_it_stays_away() -> None:
-    """L6: another host's process has left; only when it does not come back are its streams closed."""
+@pytest.mark.parametrize("same_host", [False, True])
+async def test_one_that_cannot_be_looked_at_is_given_up_when_it_stays_away(same_host: bool) -> None:
+    """L6: a process of another host, or of another container here, has left; only when it does not come back are its
+    streams closed, by which alone it can write."""
+    boot = ProcessIdentity.own().boot_id if same_host else "another-boot"
     now, left = [0.0], []
 
     def on_left(incarnation: str, *, elsewhere: bool) -> int:
@@ -143,7 +146,7 @@ async def test_one_that_cannot_be_looked_at_is_given_up_when_it_stays_away() -> 
 
     async with watched() as one:
         one.watch._on_left, one.watch._monotonic = on_left, lambda: now[0]
-        back, gone = (replica(agent_of(ProcessIdentity(f"boot-{i}", "pid:[1]", i, 1))) for i in (1, 2))
+        back, gone = (replica(agent_of(ProcessIdentity(boot, "pid:[1]", i, 1))) for i in (1, 2))
         gone = replace(gone, id="prefill-2")
         await one.leave(back)
         await one.until(lambda: one.watch.suspects == 1)
