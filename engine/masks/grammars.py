@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from headrace.engine.errors import EngineError, ErrorCode, invalid, overloaded
 from headrace.engine.isolated import CannotStart, Isolated, Refused, TimeUp
+from headrace.engine.masks.named import named_tokens
 from headrace.engine.settings import EngineSettings
 from headrace.engine.text.constraint import MOST_AFTER, MOST_TEXT_BYTES, Constraint
 from headrace.engine.text.tokenizer import Tokenizer
@@ -29,6 +30,8 @@ CHILD = "headrace.engine.masks.child"
 MOST_REFUSALS = 1024
 REFUSAL_S = 60.0
 """How long a language that took too long is refused unseen: the machine may have been busy."""
+MOST_NAMED, MOST_INFOS = 16, 4
+"""Special tokens that a language may name; vocabularies with some of them that are kept."""
 MOST_WAITING = 32
 """Languages that may wait to be compiled (L12)."""
 
@@ -75,7 +78,8 @@ class Grammars:
         self._waiting: dict[bytes, Future[Grammar]] = {}
         self._process = process or Isolated(CHILD, memory_bytes=settings.grammar_memory_bytes)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._info: xgrammar.TokenizerInfo | None = None
+        self._infos: dict[tuple[int, ...], xgrammar.TokenizerInfo] = {}
+        """By the special tokens that languages name, the newest last."""
         self._digest = hashlib.sha256(
             json.dumps([self._vocab_size, self._stop]).encode() + (b"" if tokenizer is None else tokenizer.digest)
         ).digest()
@@ -170,20 +174,40 @@ class Grammars:
 
     def _compile(self, constraint: Constraint) -> Grammar:
         # Not at the top: xgrammar takes seconds to be imported, and few workers are ever asked.
-        from headrace.engine.masks.child import token_info
         from headrace.engine.masks.library import xgrammar
 
-        if self._info is None:
-            self._info = token_info(self._vocabulary(), self._vocab_size, list(self._stop))
+        named = self._named(constraint)
+        info = self._info(named)
         self.compiled += 1
         answer = self._process.call(
-            json.dumps({"language": constraint.language.value, "text": constraint.text}).encode(),
+            json.dumps({"language": constraint.language.value, "text": constraint.text, "named": named}).encode(),
             limit_s=self._settings.grammar_compile_s,
             set_up=self._facts,
         )
-        compiled = xgrammar.CompiledGrammar.deserialize_json(answer.decode(), self._info)
+        compiled = xgrammar.CompiledGrammar.deserialize_json(answer.decode(), info)
         size = max(compiled.memory_size_bytes, len(answer))
         return Grammar(compiled, constraint.after, self._stop, self._vocab_size, size)
+
+    def _named(self, constraint: Constraint) -> list[int]:
+        """Special tokens that the language may hold."""
+        assert self._tokenizer is not None
+        special = self._tokenizer.is_special
+        asked = sorted(token for token in named_tokens(constraint) if special(token) and token not in self._stop)
+        if len(asked) > MOST_NAMED:
+            raise Refused(f"it names {len(asked)} special tokens; at most {MOST_NAMED} are taken")
+        return asked
+
+    def _info(self, named: list[int]) -> xgrammar.TokenizerInfo:
+        """The vocabulary as the process has it for such a language. On the thread."""
+        from headrace.engine.masks.child import token_info
+
+        made = self._infos.pop(tuple(named), None)
+        if made is None:
+            made = token_info(self._vocabulary(), self._vocab_size, list(self._stop), named)
+        self._infos[tuple(named)] = made
+        while len(self._infos) > MOST_INFOS:
+            self._infos.pop(next(iter(self._infos)))
+        return made
 
     def _facts(self) -> bytes:
         """The set-up of the process."""

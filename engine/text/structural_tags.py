@@ -7,12 +7,15 @@ from typing import Any
 
 from headrace.engine.text.constraint import Constraint, ConstraintRefused, Language
 from headrace.engine.text.constraint_forms import MOST_GRAMMAR_BYTES, from_grammar, from_regex
-from headrace.engine.text.json_schema.compile import schema_grammar
+from headrace.engine.text.errors import TextError
+from headrace.engine.text.json_schema.compile import parameters_grammar, schema_grammar
 from headrace.engine.text.json_schema.errors import SchemaRefused
 
 MOST_BYTES = 256 * 1024
 MOST_DEPTH = 64
 MOST_REPEATS = 1000
+V41 = "deepseek_v4_1_xml"
+"""The style of a schema's objects as parameters of a call in V4.1's markup (json_schema/markup.py)."""
 _PARTS = {"element", "elements", "content", "tags", "begin", "end", "rules"}
 """Members that hold formats."""
 _PLAIN = {
@@ -46,17 +49,31 @@ def from_structural_tag(text: str) -> Constraint:
     node = document.get("format") if document.get("type") == "structural_tag" else document
     if not isinstance(node, dict):
         raise ConstraintRefused("it has no format")
-    exact = {"type": "structural_tag", "format": _format(node, 0)}
+    exact = {"type": "structural_tag", "format": _format(node, 0, "format")}
     return Constraint(Language.STRUCTURAL_TAG, json.dumps(exact, ensure_ascii=False, separators=(",", ":")))
 
 
-def _format(node: Any, depth: int) -> Any:
+def _format(node: Any, depth: int, path: str) -> Any:
+    """Refusals begin with the path of the format that they are about: `format.elements[1].content: …`."""
     if depth > MOST_DEPTH:
         raise ConstraintRefused(f"formats are nested more than {MOST_DEPTH} deep")
     if isinstance(node, list):
-        return [_format(item, depth + 1) for item in node]
+        return [_format(item, depth + 1, f"{path}[{place}]") for place, item in enumerate(node)]
     if not isinstance(node, dict):
         return node
+    try:
+        made = _leaf(node)
+    except TextError as error:
+        raise ConstraintRefused(f"{path}: {error}") from None
+    if made is not None:
+        return made
+    return {
+        name: _format(value, depth + 1, f"{path}.{name}") if name in _PARTS else value for name, value in node.items()
+    }
+
+
+def _leaf(node: dict[str, Any]) -> dict[str, Any] | None:
+    """A format in another notation; None for one that holds others. Raises TextError."""
     kind = node.get("type")
     if kind == "json_schema":
         return _schema(node)
@@ -71,17 +88,24 @@ def _format(node: Any, depth: int) -> Any:
             raise ConstraintRefused(f"min and max of a repeat must be numbers up to {MOST_REPEATS}")
     elif kind not in _PLAIN:
         raise ConstraintRefused(f"format {kind!r} is not served")
-    return {name: _format(value, depth + 1) if name in _PARTS else value for name, value in node.items()}
+    return None
 
 
 def _schema(node: dict[str, Any]) -> dict[str, Any]:
     style = node.get("style", "json")
-    if style != "json":
+    if style not in ("json", V41):
         raise ConstraintRefused(f"style {style!r} of a schema is not served; its grammar would not enforce all of it")
-    extra = node.keys() - {"type", "json_schema", "style"}
+    extra = node.keys() - {"type", "json_schema", "style", *(["dsml_token"] if style == V41 else [])}
     if extra:
         raise ConstraintRefused(f"{sorted(extra)[0]!r} of a schema is not served")
-    grammar = schema_grammar(json.dumps(node.get("json_schema")))
+    schema = json.dumps(node.get("json_schema"))
+    if style == V41:
+        dsml = node.get("dsml_token")
+        if not isinstance(dsml, int) or isinstance(dsml, bool) or dsml < 0:
+            raise ConstraintRefused("dsml_token, the id of the token ｜DSML｜, is needed")
+        grammar = parameters_grammar(schema, dsml)
+    else:
+        grammar = schema_grammar(schema)
     if len(grammar) > 16 * MOST_GRAMMAR_BYTES:
         raise SchemaRefused("its grammar is too long for a part of a structural tag")
     return {"type": "grammar", "grammar": grammar}

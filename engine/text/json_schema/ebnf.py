@@ -28,7 +28,8 @@ class TooManyRules(ValueError):
 class Rules:
     """Made in any order; `text` puts the root first."""
 
-    def __init__(self) -> None:
+    def __init__(self, common: str = COMMON) -> None:
+        self._common = common
         self._rules: dict[str, str] = {}
 
     def name(self, kind: str) -> str:
@@ -51,7 +52,7 @@ class Rules:
 
     def text(self, root: str) -> str:
         rules = "".join(f"{name} ::= {body}\n" for name, body in self._rules.items())
-        return f"root ::= {root}\n{COMMON}{rules}"
+        return f"root ::= {root}\n{self._common}{rules}"
 
 
 def quoted(text: str) -> str:
@@ -75,3 +76,24 @@ def _code(char: str) -> str:
     # Not \\x…, which takes all hexadecimal digits that follow.
     code = ord(char)
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def text_without(never: str, rule: str, closing: str, plain: str, escaped: str = "") -> str:
+    """Rules of texts in which `never` does not occur, up to `closing`: `rule` and one for each beginning of it.
+    `plain`: what a class of all other characters excludes; `escaped`: an expression for those written otherwise."""
+    chars = sorted(set(never))
+    other = "".join(map(in_class, chars))
+    lines = []
+    for place in range(len(never)):
+        ways = [closing, f"[^{plain}{other}] {rule}", *([f"{escaped} {rule}"] if escaped else [])]
+        for char in chars:
+            come = _come(never, never[:place] + char)
+            if come < len(never):
+                ways.append(f"{quoted(char)} {rule}{come or ''}")
+        lines.append(f"{rule}{place or ''} ::= {' | '.join(ways)}\n")
+    return "".join(lines)
+
+
+def _come(never: str, text: str) -> int:
+    """How much of the beginning of `never` stands at the end of the text."""
+    return next((size for size in range(len(text), 0, -1) if never.startswith(text[-size:])), 0)

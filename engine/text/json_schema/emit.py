@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain, combinations
 
 from headrace.engine.text.json_schema.alternatives import (
@@ -26,7 +27,7 @@ from headrace.engine.text.json_schema.members import members_of
 from headrace.engine.text.json_schema.numbers import number_rule
 from headrace.engine.text.json_schema.patterns import found_in
 from headrace.engine.text.json_schema.productive import Productive
-from headrace.engine.text.json_schema.strings import string_rule
+from headrace.engine.text.json_schema.strings import JSON, Spelling, string_rule
 from headrace.engine.text.json_schema.values import Json, is_number, number_texts, string_text
 
 MOST_COUNTED = 64
@@ -46,11 +47,26 @@ class Valueless(Exception):
         self.numbers = numbers
 
 
+@dataclass(frozen=True)
+class Form:
+    """How an object is written: expressions around and between its members, for none, and for one of them, by the
+    expression of its name and what its value satisfies."""
+
+    begin: str
+    end: str
+    comma: str
+    empty: str
+    member: Callable[[str, Conjunction], str]
+
+
 class Emitter:
     """Writes one grammar. Raises SchemaRefused for what no grammar can enforce."""
 
-    def __init__(self, expander: Expander, productive: Productive) -> None:
-        self.rules = Rules()
+    def __init__(self, expander: Expander, productive: Productive, spelling: Spelling = JSON) -> None:
+        """`spelling`: of every string."""
+        self.rules = Rules(spelling.common)
+        self._spelling = spelling
+        self._form = Form('"{"', '"}"', "comma ", '""', lambda name, numbers: f"{name} colon {self.value(numbers)}")
         self._expander = expander
         self._productive = productive
         self._names: dict[Conjunction, str] = {}
@@ -62,43 +78,51 @@ class Emitter:
         name = self._names.get(numbers)
         if name is None:
             name = self._names[numbers] = self.rules.name("v")
-            branches = [self._alternative(one) for one in self._productive.alternatives(numbers)]
+            branches = [self.alternative(one) for one in self._productive.alternatives(numbers)]
             there = [branch for branch in branches if branch is not None]
             if not there:
                 raise Valueless(numbers)
             self.rules.set(name, there)
         return name
 
-    def _alternative(self, one: Alternative) -> str | None:
+    def alternative(self, one: Alternative) -> str | None:
+        """An expression for its values; None when there are none."""
         match one:
             case Null():
                 return '"null"'
             case Boolean():
                 return '"true" | "false"'
             case Literal():
-                return self._literal(one.value)
+                return self.literal(one.value)
             case Number():
                 return number_rule(one, self.rules)
             case String():
-                return string_rule(one, self.rules)
+                return string_rule(one, self.rules, spelling=self._spelling)
             case Array():
                 return self._array(one)
             case Object():
-                return self._object(one)
+                return self.object(one, self._form)
 
-    def _literal(self, value: Json) -> str:
+    def literal(self, value: Json) -> str:
+        """An expression for one value."""
         if isinstance(value, list):
-            items = " comma ".join(self._literal(item) for item in value)
+            items = " comma ".join(self.literal(item) for item in value)
             return f'"[" {items} "]"' if value else '"[]"'
         if isinstance(value, dict):
-            members = " comma ".join(f"{_name(name)} colon {self._literal(item)}" for name, item in value.items())
+            members = " comma ".join(f"{self.name(name)} colon {self.literal(item)}" for name, item in value.items())
             return f'"{{" {members} "}}"' if value else '"{}"'
         if is_number(value):
             texts = " | ".join(quoted(text) for text in number_texts(value))
             return f"({texts})"
         if isinstance(value, str):
-            return quoted(string_text(value))
+            return self.name(value)
         return '"null"' if value is None else '"true"' if value else '"false"'
+
+    def name(self, text: str) -> str:
+        """An expression for one string. Raises SchemaRefused for one that cannot be written."""
+        if self._spelling.never and self._spelling.never in text:
+            raise SchemaRefused(f"a text with {self._spelling.never!r} cannot be written in a call")
+        return quoted(string_text(text))
 
     # --- arrays -----------------------------------------------------------------------------------------------
 
@@ -168,13 +192,14 @@ class Emitter:
 
     # --- objects ----------------------------------------------------------------------------------------------
 
-    def _object(self, one: Object) -> str | None:
+    def object(self, one: Object, form: Form) -> str | None:
+        """An expression for objects; None when there are none."""
         if any(isinstance(gone.value, dict) for gone in one.excluded):
             raise SchemaRefused("a single object cannot be taken out", "not")
-        named = self._named(one)
+        named = self._named(one, form)
         if named is None:
             return None
-        extras = self._extras(one)
+        extras = self._extras(one, form)
         required = set(one.required)
         if extras and one.least > max(1, len(required)):
             raise SchemaRefused("no grammar can tell whether two free names are equal", "minProperties")
@@ -202,30 +227,30 @@ class Emitter:
             return name
 
         def branches(place: int, count: int) -> Iterator[str]:
-            comma = "comma " if count else ""
+            comma = form.comma if count else ""
             then = min(count + 1, top)
             if place < len(named):
-                key, value = named[place]
+                key, member = named[place]
                 if alive(place + 1, then):
-                    yield f"{comma}{_name(key)} colon {value} {state(place + 1, then)}"
+                    yield f"{comma}{member} {state(place + 1, then)}"
                 if key not in required and alive(place + 1, count):
                     yield state(place + 1, count)
                 return
             if not counting or count >= one.least:
-                yield '""'
+                yield '""' if count else form.empty
             if not counting or one.most is None or count < one.most:
-                for key, value in extras:
-                    yield f"{comma}{key} colon {value} {state(place, then)}"
+                for member in extras:
+                    yield f"{comma}{member} {state(place, then)}"
 
-        return f'"{{" {state(0, 0)} "}}"' if alive(0, 0) else None
+        return f"{form.begin} {state(0, 0)} {form.end}" if alive(0, 0) else None
 
-    def _named(self, one: Object) -> list[tuple[str, str]] | None:
-        """Names of their own with the rules of their values; None when a required one can have none."""
+    def _named(self, one: Object, form: Form) -> list[tuple[str, str]] | None:
+        """Names of their own with their members; None when a required one can have no value."""
         out: list[tuple[str, str]] = []
         for name in one.names:
             numbers = members_of(one, name)
             if self._allows(one, name) and self._productive.has_values(numbers):
-                out.append((name, self.value(numbers)))
+                out.append((name, form.member(self.name(name), numbers)))
             elif name in one.required:
                 return None
         return out
@@ -233,12 +258,12 @@ class Emitter:
     def _allows(self, one: Object, name: str) -> bool:
         return not one.name_rules or self._expander.admits(name, one.name_rules)
 
-    def _extras(self, one: Object) -> list[tuple[str, str]]:
-        """Kinds of other names by the patterns that they match, with the rules of their values."""
+    def _extras(self, one: Object, form: Form) -> list[str]:
+        """Members of other names, by the patterns that these match."""
         patterns = tuple(dict.fromkeys(pattern for part in one.members for pattern, _ in part.patterns))
         if len(patterns) > MOST_PATTERNS:
             raise SchemaRefused(f"more than {MOST_PATTERNS} patterns in one object", "patternProperties")
-        out: list[tuple[str, str]] = []
+        out: list[str] = []
         for group in _subsets(list(range(len(patterns)))):
             numbers: Conjunction = ANYTHING
             for part in one.members:
@@ -249,7 +274,7 @@ class Emitter:
             matching = frozenset(patterns[index] for index in group)
             other = frozenset(patterns) - matching
             for rule in self._free_names(one, String(patterns=matching, not_patterns=other)):
-                out.append((rule, self.value(numbers)))
+                out.append(form.member(rule, numbers))
         return out
 
     def _free_names(self, one: Object, kind: String) -> Iterator[str]:
@@ -257,10 +282,10 @@ class Emitter:
         for rule in self._expander.conjunction(one.name_rules):
             if isinstance(rule, Literal):
                 if isinstance(rule.value, str) and rule.value not in one.names and self._matches(rule.value, kind):
-                    yield _name(rule.value)
+                    yield self.name(rule.value)
             elif isinstance(rule, String):
                 met = both(rule, kind)
-                text = string_rule(met, self.rules, one.names) if isinstance(met, String) else None
+                text = string_rule(met, self.rules, one.names, self._spelling) if isinstance(met, String) else None
                 if text is not None:
                     yield text
 
@@ -269,10 +294,6 @@ class Emitter:
         return all(found_in(one, name) for one in kind.patterns) and not any(
             found_in(one, name) for one in kind.not_patterns
         )
-
-
-def _name(name: str) -> str:
-    return quoted(string_text(name))
 
 
 def _subsets(indices: list[int]) -> Iterator[tuple[int, ...]]:

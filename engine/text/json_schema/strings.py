@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 from interegular.fsm import FSM, anything_else
 
 from headrace.engine.text.json_schema.alternatives import String
-from headrace.engine.text.json_schema.ebnf import Rules, in_class, quoted
+from headrace.engine.text.json_schema.ebnf import COMMON, Rules, in_class, quoted
 from headrace.engine.text.json_schema.formats import pattern_of
 from headrace.engine.text.json_schema.patterns import automaton, checked
 from headrace.engine.text.json_schema.values import string_text
@@ -25,9 +26,31 @@ _ESCAPED = frozenset({'"', "\\"}) | _CONTROLS
 """Characters that JSON text cannot hold as they are."""
 
 
-def language(one: String, without: Iterable[str] = ()) -> FSM | None:
-    """Automaton of the strings, None where their length alone is bounded. `without`: single strings that are not in it.
-    Raises SchemaRefused for an expression that cannot be made one."""
+@dataclass(frozen=True)
+class Spelling:
+    """How strings are written. Expressions of a grammar."""
+
+    opening: str = '"\\""'
+    closing: str = '"\\""'
+    any: str = "any_string"
+    """Any string, and what any string may go on with."""
+    rest: str = "rest_of_string"
+    plain: str = _PLAIN
+    """One character, of those that may be counted."""
+    escaped: frozenset[str] = _ESCAPED
+    """Characters that are not written as they are; empty: all are."""
+    never: str = ""
+    """A text that no string has in it."""
+    common: str = COMMON
+    """Rules that stand in every grammar."""
+
+
+JSON = Spelling()
+
+
+def language(one: String, without: Iterable[str] = (), never: str = "") -> FSM | None:
+    """Automaton of the strings, None where their length alone is bounded. `without`: single strings that are not in it;
+    `never`: a text that none of them has. Raises SchemaRefused for an expression that cannot be made one."""
     gone = [*without, *(gone.value for gone in one.excluded if isinstance(gone.value, str))]
     parts = [automaton(pattern) for pattern in sorted(one.patterns)]
     parts += [automaton(pattern_of(name), anchored=True) for name in sorted(one.formats)]
@@ -36,6 +59,8 @@ def language(one: String, without: Iterable[str] = ()) -> FSM | None:
         parts.append(automaton("|".join(f"(?:{_escape(text)})" for text in gone), anchored=True).everythingbut())
     if not parts:
         return None
+    if never:
+        parts.append(automaton(_escape(never)).everythingbut())
     if one.least or one.most is not None:
         parts.append(
             automaton(
@@ -48,34 +73,36 @@ def language(one: String, without: Iterable[str] = ()) -> FSM | None:
     return met
 
 
-def string_rule(one: String, rules: Rules, without: Iterable[str] = ()) -> str | None:
-    """An expression for the JSON text of the strings; None when there are none."""
-    met = language(one, without)
+def string_rule(one: String, rules: Rules, without: Iterable[str] = (), spelling: Spelling = JSON) -> str | None:
+    """An expression for the text of the strings; None when there are none."""
+    met = language(one, without, spelling.never)
     if met is None:
         if one.least == 0 and one.most is None:
-            return "any_string"
-        return _counted(one.least, one.most, rules)
+            return spelling.any
+        return _counted(one.least, one.most, rules, spelling)
     if met.empty():
         return None
-    return f'"\\"" {_states(met, rules)}'
+    return f"{spelling.opening} {_states(met, rules, spelling)}"
 
 
-def _counted(least: int, most: int | None, rules: Rules) -> str:
+def _counted(least: int, most: int | None, rules: Rules, spelling: Spelling) -> str:
     """Strings of `least` to `most` characters. Up to MOST_EXACT a rule counts each of them; of longer counts the
     characters that need no escape, in one repetition, which costs as much as a single rule."""
+    opening, closing, plain = spelling.opening, spelling.closing, spelling.plain
     counted = least if most is None else most
     if counted > MOST_EXACT:
         if most is None:
-            return f'"\\"" {_PLAIN}{{{least}}} rest_of_string'
-        return f'"\\"" {_PLAIN}{{{least},{most}}} "\\""'
-    tail = "rest_of_string" if most is None else '"\\""'
+            return f"{opening} {plain}{{{least}}} {spelling.rest}"
+        return f"{opening} {plain}{{{least},{most}}} {closing}"
+    tail = spelling.rest if most is None else closing
     for place in range(counted - 1, -1, -1):
-        ends = ['"\\""'] if place >= least else []
-        tail = rules.make("n", [*ends, f"{_PLAIN} {tail}", f"escaped {tail}"])
-    return f'"\\"" {tail}'
+        ways = [closing] if place >= least else []
+        ways.append(f"{plain} {tail}")
+        tail = rules.make("n", [*ways, f"escaped {tail}"] if spelling.escaped else ways)
+    return f"{opening} {tail}"
 
 
-def _states(made: FSM, rules: Rules) -> str:
+def _states(made: FSM, rules: Rules, spelling: Spelling) -> str:
     """A right-linear rule per state that can still accept; the closing quote stands in the accepting ones."""
     live = {state for state in made.states if made.islive(state)}
     names: dict[Any, str] = {}
@@ -95,8 +122,9 @@ def _states(made: FSM, rules: Rules) -> str:
             if target in live:
                 targets.setdefault(target, []).append(symbol)
         # The library numbers symbols and states as its sets come, which no two processes do alike.
-        ways = sorted(((_characters(made, symbols), target) for target, symbols in targets.items()), key=itemgetter(0))
-        branches = ['"\\""'] if state in made.finals else []
+        written = [(_characters(made, symbols, spelling.escaped), target) for target, symbols in targets.items()]
+        ways = sorted(written, key=itemgetter(0))
+        branches = [spelling.closing] if state in made.finals else []
         for pieces, target in ways:
             branches += [f"{piece} {name(target)}" for piece in pieces]
         bodies[names[state]] = branches
@@ -105,8 +133,8 @@ def _states(made: FSM, rules: Rules) -> str:
     return names[made.initial]
 
 
-def _characters(made: FSM, symbols: list[int]) -> list[str]:
-    """Expressions for one character of these symbols in JSON text."""
+def _characters(made: FSM, symbols: list[int], escaped: frozenset[str]) -> list[str]:
+    """Expressions for one character of these symbols, some of which are written otherwise."""
     listed: set[str] = set()
     inverted = False
     for symbol in symbols:
@@ -120,9 +148,9 @@ def _characters(made: FSM, symbols: list[int]) -> list[str]:
             char for chars in made.alphabet.by_transition.values() for char in chars if char is not anything_else
         }
         gone = everywhere - listed
-        return [f"[^{_ranges(gone | _ESCAPED)}{_SURROGATES}]", *_written(_ESCAPED - gone)]
-    plain = _ranges(listed - _ESCAPED)
-    return [*([f"[{plain}]"] if plain else []), *_written(listed & _ESCAPED)]
+        return [f"[^{_ranges(gone | escaped)}{_SURROGATES}]", *_written(escaped - gone)]
+    plain = _ranges(listed - escaped)
+    return [*([f"[{plain}]"] if plain else []), *_written(listed & escaped)]
 
 
 def _ranges(some: AbstractSet[str]) -> str:

@@ -12,7 +12,7 @@ from headrace.engine.isolated import Isolated
 from headrace.engine.masks.grammars import REFUSAL_S, Grammars
 from headrace.engine.masks.library import xgrammar
 from headrace.engine.settings import EngineSettings
-from headrace.engine.text.constraint import Constraint, Language
+from headrace.engine.text.constraint import Constraint, ConstraintRefused, Language
 from headrace.engine.text.constraint_forms import from_grammar, from_regex
 from headrace.engine.text.structural_tags import from_structural_tag
 
@@ -48,6 +48,45 @@ def test_structural_tags_compile(grammars: Grammars) -> None:
     for text, good in (('so <f>{"a":1}</c> and <g>"x"</c>', True), ('<f>{"a":"x"}</c>', False), ("<g>1</c>", False)):
         matcher = xgrammar.GrammarMatcher(grammar.compiled)
         assert matcher.accept_string(text) is good
+
+
+def test_a_language_holds_the_special_tokens_that_it_names(kit: Any, grammars: Grammars) -> None:
+    """Where it names them, and no others; a language that names none has none."""
+    specials = [token for token in range(kit.tokenizer.size) if kit.tokenizer.is_special(token) and token != kit.eos]
+    named, other = specials[:2]
+    letter = kit.tokenizer.encode_plain("a")[0]
+    parts = [{"type": "grammar", "grammar": 'root ::= [^b] root | "b"'}, {"type": "token", "token": named}]
+    style = {"style": "deepseek_v4_1_xml", "dsml_token": named}
+    schema = {"type": "json_schema", "json_schema": {"properties": {"a": {"type": "integer"}}}, **style}
+    for constraint, good in (
+        (from_grammar(f'root ::= "a" Token({named}) "a"'), True),
+        (from_structural_tag(json.dumps({"type": "sequence", "elements": [parts[1]]})), False),
+        (from_structural_tag(json.dumps({"type": "sequence", "elements": parts})), False),
+        (from_grammar('root ::= [^b]* "b"'), False),
+    ):
+        compiled = grammars.get(constraint).compiled
+        for token in (named, other):
+            matcher = xgrammar.GrammarMatcher(compiled)
+            assert all(map(matcher.accept_token, (letter, token, letter))) is (good and token == named)
+    matcher = xgrammar.GrammarMatcher(grammars.get(from_structural_tag(json.dumps(schema))).compiled)
+    spelled = ' parameter name="a" string="false">12</'
+    text = [*kit.tokenizer.encode_plain("<"), named, *kit.tokenizer.encode_plain(spelled), named]
+    assert all(map(matcher.accept_token, [*text, *kit.tokenizer.encode_plain(" parameter>\n"), kit.eos]))
+    many = " ".join(f"Token({token})" for token in specials)
+    assert len(specials) <= 16 or "special tokens" in refusal(grammars, from_grammar(f"root ::= {many}"))
+
+
+def test_a_refused_part_of_a_tag_is_named() -> None:
+    """By its path."""
+    part: Any = {"type": "json_schema", "json_schema": {"type": "array", "uniqueItems": True}}
+    tag = {"type": "tag", "begin": "<", "content": {"type": "sequence", "elements": [part]}, "end": ">"}
+    for form, path in ((part, "format"), (tag, r"format\.content\.elements\[0\]")):
+        with pytest.raises(ConstraintRefused, match=rf"^{path}: uniqueItems: "):
+            from_structural_tag(json.dumps({"type": "structural_tag", "format": form}))
+    with pytest.raises(ConstraintRefused, match="dsml_token"):
+        from_structural_tag(json.dumps({**part, "style": "deepseek_v4_1_xml"}))
+    with pytest.raises(ConstraintRefused, match="style 'glm_xml'"):
+        from_structural_tag(json.dumps({**part, "style": "glm_xml"}))
 
 
 def test_what_takes_too_long_is_killed(kit: Any, process: Isolated) -> None:
