@@ -756,6 +756,70 @@ class RequestReport(_message.Message):
 Global___RequestReport: _TypeAlias = RequestReport  # noqa: Y015
 
 @_typing.final
+class RateLevel(_message.Message):
+    """What is left of one of a tenant's rates."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: _builtins.int
+    REMAINING_FIELD_NUMBER: _builtins.int
+    RESET_MS_FIELD_NUMBER: _builtins.int
+    limit: _builtins.int
+    """The most that can be had at once."""
+    remaining: _builtins.int
+    """What of it can be had now."""
+    reset_ms: _builtins.int
+    """Until all of it can be had again, if nothing is asked for meanwhile."""
+    def __init__(
+        self,
+        *,
+        limit: _builtins.int = ...,
+        remaining: _builtins.int = ...,
+        reset_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "remaining", b"remaining", "reset_ms", b"reset_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RateLevel: _TypeAlias = RateLevel  # noqa: Y015
+
+@_typing.final
+class Caller(_message.Message):
+    """Who calls, as the credential says, and told to nobody else."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """The tenant's name."""
+    @_builtins.property
+    def requests(self) -> Global___RateLevel:
+        """Requests; absent: they are not limited by rate, or nobody asked."""
+
+    @_builtins.property
+    def tokens(self) -> Global___RateLevel:
+        """Tokens of prompts and outputs; absent likewise."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        requests: Global___RateLevel | None = ...,
+        tokens: Global___RateLevel | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "tenant", b"tenant", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Caller: _TypeAlias = Caller  # noqa: Y015
+
+@_typing.final
 class ListModelsRequest(_message.Message):
     """Asks for the models."""
 
@@ -779,18 +843,24 @@ class ListModelsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODELS_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___Model]:
         """By name."""
+
+    @_builtins.property
+    def caller(self) -> Global___Caller:
+        """Who asked, without levels."""
 
     def __init__(
         self,
         *,
         models: _abc.Iterable[Global___Model] | None = ...,
+        caller: Global___Caller | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "models", b"models"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

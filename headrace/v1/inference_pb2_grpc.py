@@ -58,7 +58,9 @@ class InferenceServiceServicer:
 
     def Generate(self, request, context):
         """Generates. Closing the call cancels it. Errors before the first event are gRPC statuses with an Error in the
-        trailing metadata; after it each unfinished choice ends with FINISH_REASON_ERROR and the status is OK.
+        trailing metadata; after it each unfinished choice ends with FINISH_REASON_ERROR and the status is OK. As soon as
+        the caller's limits have been asked, whatever they say, a Caller comes under `headrace-caller-bin` as initial
+        metadata, and again with the trailing metadata.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,9 @@ class InferenceServiceStub:
     def __new__(cls, channel: _aio.Channel) -> InferenceServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generates. Closing the call cancels it. Errors before the first event are gRPC statuses with an Error in the
-    trailing metadata; after it each unfinished choice ends with FINISH_REASON_ERROR and the status is OK.
+    trailing metadata; after it each unfinished choice ends with FINISH_REASON_ERROR and the status is OK. As soon as
+    the caller's limits have been asked, whatever they say, a Caller comes under `headrace-caller-bin` as initial
+    metadata, and again with the trailing metadata.
     """
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """Lists models, their limits and defaults."""
@@ -49,7 +51,9 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates. Closing the call cancels it. Errors before the first event are gRPC statuses with an Error in the
-    trailing metadata; after it each unfinished choice ends with FINISH_REASON_ERROR and the status is OK.
+    trailing metadata; after it each unfinished choice ends with FINISH_REASON_ERROR and the status is OK. As soon as
+    the caller's limits have been asked, whatever they say, a Caller comes under `headrace-caller-bin` as initial
+    metadata, and again with the trailing metadata.
     """
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Lists models, their limits and defaults."""
@@ -66,7 +70,9 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
         """Generates. Closing the call cancels it. Errors before the first event are gRPC statuses with an Error in the
-        trailing metadata; after it each unfinished choice ends with FINISH_REASON_ERROR and the status is OK.
+        trailing metadata; after it each unfinished choice ends with FINISH_REASON_ERROR and the status is OK. As soon as
+        the caller's limits have been asked, whatever they say, a Caller comes under `headrace-caller-bin` as initial
+        metadata, and again with the trailing metadata.
         """
 
     @_abc_1.abstractmethod

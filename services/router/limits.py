@@ -11,144 +11,20 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Final
 
-from headrace.kvcache.index.base import IndexUnavailable
-from headrace.kvcache.index.breaker import CircuitBreaker
-from headrace.kvcache.index.redis_calls import Command, RedisCalls
 from headrace.services.router.api_keys import TenantLimits
+from headrace.services.router.buckets import LocalBuckets, Rates, SharedBuckets, Taken
 from headrace.services.router.tenants import Tenant
-from headrace.services.runtime import logs
 from headrace.services.runtime.clock import Clock
 from headrace.services.runtime.errors import ResourceExhausted
 from headrace.services.runtime.registry.base import Registry, Removed, Role, State
 from headrace.v1 import inference_pb2
 
-BURST_S: Final = 10.0
-"""A bucket holds what its rate gives in so many seconds, and one request at least."""
 BYTES_PER_TOKEN: Final = 4
 """Of text, for the estimate at the door."""
 CONCURRENT_RETRY_S: Final = 1.0
-THREADS: Final = 2
-AT_ONCE: Final = 64
-"""Questions to Redis under way; beyond them a router takes its share, as when Redis is slow (L12)."""
-MAX_LOCAL: Final = 16_384
-"""Buckets remembered here; the fullest are forgotten, which is what they would become."""
-_log = logs.get(__name__)
-
-TAKE: Final = """
-local rr, rb, tr, tb = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
-local requests, tokens, always = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7] == '1'
-local clock = redis.call('TIME')
-local now = tonumber(clock[1]) + tonumber(clock[2]) / 1e6
-local old = redis.call('HMGET', KEYS[1], 'r', 't', 'at')
-local past = math.max(0, now - (tonumber(old[3]) or now))
-local r = math.min(rb, (tonumber(old[1]) or rb) + past * rr)
-local t = math.min(tb, (tonumber(old[2]) or tb) + past * tr)
-local wait = 0
-if not always then
-  if rr > 0 and r < requests then wait = (requests - r) / rr end
-  if tr > 0 and t <= 0 then wait = math.max(wait, (1 - t) / tr) end
-end
-if wait == 0 then r = r - requests t = t - tokens end
-local full = 1
-if rr > 0 then full = math.max(full, (rb - r) / rr) end
-if tr > 0 then full = math.max(full, (tb - t) / tr) end
-redis.call('HSET', KEYS[1], 'r', string.format('%.17g', r), 't', string.format('%.17g', t),
-  'at', string.format('%.6f', now))
-redis.call('PEXPIRE', KEYS[1], math.ceil(full * 1000) + 1000)
-return string.format('%.6f', wait)
-"""
-"""KEYS: the bucket. ARGV: rate and size of requests, of tokens, costs, whether to take in any case. Gives the wait in
-seconds; 0: taken. A bucket that would be full by now is forgotten."""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Of one tenant's bucket; a rate of 0 does not limit."""
-
-    requests: float
-    tokens: float
-
-    @classmethod
-    def of(cls, limits: TenantLimits, share: int = 1) -> Rates:
-        """`share`: between so many routers."""
-        return cls((limits.requests_per_second or 0.0) / share, (limits.tokens_per_second or 0.0) / share)
-
-    @property
-    def sizes(self) -> tuple[float, float]:
-        """What the bucket holds: requests, tokens."""
-        return max(1.0, self.requests * BURST_S), max(1.0, self.tokens * BURST_S)
-
-
-class LocalBuckets:
-    """The script's twin in this process."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._levels: dict[bytes, tuple[float, float, float]] = {}
-
-    def take(self, key: bytes, rates: Rates, requests: float, tokens: float, *, always: bool = False) -> float:
-        """Seconds to wait; 0: taken."""
-        now = self._clock.monotonic()
-        most_r, most_t = rates.sizes
-        r, t, at = self._levels.get(key, (most_r, most_t, now))
-        r, t = min(most_r, r + (now - at) * rates.requests), min(most_t, t + (now - at) * rates.tokens)
-        wait = 0.0
-        if not always:
-            if rates.requests > 0 and r < requests:
-                wait = (requests - r) / rates.requests
-            if rates.tokens > 0 and t <= 0:
-                wait = max(wait, (1 - t) / rates.tokens)
-        if wait == 0:
-            r, t = r - requests, t - tokens
-        if key not in self._levels and len(self._levels) >= MAX_LOCAL:
-            del self._levels[max(self._levels, key=lambda one: self._levels[one][0])]
-        self._levels[key] = r, t, now
-        return wait
-
-
-class SharedBuckets:
-    """The buckets in Redis. Belongs to the event loop's thread; calls run on threads of its own."""
-
-    def __init__(self, url: str, prefix: str, deadline_s: float, clock: Clock) -> None:
-        """Raises RedisUrlError."""
-        self._clock = clock
-        self._calls = RedisCalls(url, breaker=CircuitBreaker(monotonic=clock.monotonic), monotonic=clock.monotonic)
-        self._prefix = prefix
-        self._deadline_s = deadline_s
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="limits")
-        self._under_way = 0
-
-    async def take(
-        self, key: bytes, rates: Rates, requests: float, tokens: float, *, always: bool = False
-    ) -> float | None:
-        """Seconds to wait, 0: taken; None: Redis does not say."""
-        if self._under_way >= AT_ONCE:
-            return None
-        size_r, size_t = rates.sizes
-        numbers = (rates.requests, size_r, rates.tokens, size_t, requests, tokens, int(always))
-        command: Command = ("EVAL", TAKE, 1, f"{self._prefix}{key.hex()}", *map(str, numbers))
-        until = self._clock.monotonic() + self._deadline_s
-        self._under_way += 1
-        try:
-            answer: Any = await asyncio.get_running_loop().run_in_executor(
-                self._threads, lambda: self._calls.one(command, until)
-            )
-        except IndexUnavailable as error:
-            _log.debug("limits are this router's share", error=str(error))
-            return None
-        finally:
-            self._under_way -= 1
-        return float(answer)
-
-    async def close(self) -> None:
-        """No question comes any more."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        await asyncio.to_thread(self._calls.close)
 
 
 class Routers:
@@ -170,16 +46,25 @@ class Routers:
 
 
 class Charge:
-    """What one request has cost so far."""
+    """What one request has cost so far, and who pays."""
 
-    def __init__(self, estimate: int) -> None:
+    def __init__(self, estimate: int, caller: inference_pb2.Caller) -> None:
         self.estimate = estimate
+        self.caller = caller
         self.used: int | None = None
 
     def see(self, response: inference_pb2.GenerateResponse) -> None:
         """A response on its way to the client."""
         if response.HasField("usage"):
             self.used = response.usage.prompt_tokens + response.usage.completion_tokens
+
+
+class RateExceeded(ResourceExhausted):
+    """Refused by a bucket, of which `caller` tells the rest."""
+
+    def __init__(self, message: str, caller: inference_pb2.Caller, *, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.caller = caller
 
 
 class Limiter:
@@ -198,20 +83,31 @@ class Limiter:
 
     @asynccontextmanager
     async def request(self, tenant: Tenant, request: inference_pb2.GenerateRequest) -> AsyncIterator[Charge]:
-        """Room for one request while the block runs. Raises ResourceExhausted with the time to come back."""
+        """Room for one request while the block runs. Raises ResourceExhausted with the time to come back: RateExceeded
+        where a rate is why."""
         limits, key = tenant.limits, tenant.keys.tag
-        charge = Charge(0 if request.resume else estimate(request.prompt))
+        charge = Charge(0 if request.resume else estimate(request.prompt), inference_pb2.Caller(tenant=tenant.name))
         if limits.max_concurrent is not None:
             if self._running[key] >= math.ceil(limits.max_concurrent / self._routers()):
-                self._refuse("concurrent", f"{limits.max_concurrent} requests at once are yours", CONCURRENT_RETRY_S)
+                self.refused["concurrent"] += 1
+                raise ResourceExhausted(
+                    f"{limits.max_concurrent} requests at once are yours; come back later",
+                    retry_after_s=CONCURRENT_RETRY_S,
+                )
             self._running[key] += 1
         try:
             if limits.requests_per_second is None and limits.tokens_per_second is None:
                 yield charge
                 return
-            wait = await self._take(key, limits, 1, charge.estimate)
-            if wait > 0:
-                self._refuse("rate", "the rate of your requests or tokens is above what is yours", wait)
+            taken, rates = await self._take(key, limits, 1, charge.estimate)
+            taken.told(rates, charge.caller)
+            if taken.wait_s > 0:
+                self.refused["rate"] += 1
+                raise RateExceeded(
+                    "the rate of your requests or tokens is above what is yours; come back later",
+                    charge.caller,
+                    retry_after_s=math.ceil(taken.wait_s * 1000) / 1000,
+                )
             try:
                 yield charge
             finally:
@@ -223,19 +119,18 @@ class Limiter:
                 if not self._running[key]:
                     del self._running[key]
 
-    def _refuse(self, limit: str, what: str, wait_s: float) -> NoReturn:
-        self.refused[limit] += 1
-        raise ResourceExhausted(f"{what}; come back later", retry_after_s=math.ceil(wait_s * 1000) / 1000)
-
     async def _take(
         self, key: bytes, limits: TenantLimits, requests: float, tokens: float, *, always: bool = False
-    ) -> float:
+    ) -> tuple[Taken, Rates]:
+        """The answer, and of which bucket: the cluster's, or this router's own share."""
         if self._shared is not None:
-            wait = await self._shared.take(key, Rates.of(limits), requests, tokens, always=always)
-            if wait is not None:
-                return wait
+            rates = Rates.of(limits)
+            taken = await self._shared.take(key, rates, requests, tokens, always=always)
+            if taken is not None:
+                return taken, rates
         self.by_share += 1
-        return self._local.take(key, Rates.of(limits, self._routers()), requests, tokens, always=always)
+        rates = Rates.of(limits, self._routers())
+        return self._local.take(key, rates, requests, tokens, always=always), rates
 
     def _settle(self, key: bytes, limits: TenantLimits, more: int) -> None:
         """Correct the estimate, without anybody waiting for it."""

@@ -16,13 +16,14 @@ from headrace.router.topology import Role
 from headrace.services.router.admission import AdmissionDesk
 from headrace.services.router.adoption import Adoption
 from headrace.services.router.attempt import Attempts
+from headrace.services.router.buckets import SharedBuckets
 from headrace.services.router.caches import ClusterCaches
 from headrace.services.router.constraint import Constraints
 from headrace.services.router.fetch import ImageFetcher
 from headrace.services.router.generate import Generation
 from headrace.services.router.images import ImageStage
 from headrace.services.router.key_stores import KeyStoreError, open_keys
-from headrace.services.router.limits import Limiter, Routers, SharedBuckets
+from headrace.services.router.limits import Limiter, Routers
 from headrace.services.router.model import load_served_model
 from headrace.services.router.prefix_metrics import add_prefix_metrics
 from headrace.services.router.prefixes import Prefixes

@@ -12,12 +12,13 @@ import grpc.aio
 from headrace.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from headrace.services.router.fetch import ImageFetcher
 from headrace.services.router.generate import Generation
-from headrace.services.router.limits import Limiter
+from headrace.services.router.limits import Limiter, RateExceeded
 from headrace.services.router.model import ServedModel
 from headrace.services.router.prepare import IMPLEMENTED_FIELDS, tokenize
 from headrace.services.router.settings import RouterSettings
 from headrace.services.router.tenants import Tenants
 from headrace.services.router.workers import Workers
+from headrace.services.runtime.callers import tell_caller
 from headrace.services.runtime.errors import NotFound
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
@@ -53,7 +54,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         tenant = self._tenants.caller(context.invocation_metadata())
         async with AsyncExitStack() as stack:
             with self._generation.live.at_door():
-                charge = await stack.enter_async_context(self._limiter.request(tenant, request))
+                try:
+                    charge = await stack.enter_async_context(self._limiter.request(tenant, request))
+                except RateExceeded as error:
+                    await tell_caller(context, error.caller)
+                    raise
+                await tell_caller(context, charge.caller)
                 await self._fetcher.fill(
                     request.prompt, self._settings.requests.max_images, _time_left(request, context.time_remaining())
                 )
@@ -66,11 +72,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.ListModelsRequest, context: _Context
     ) -> inference_pb2.ListModelsResponse:
         """See inference.proto."""
-        self._tenants.caller(context.invocation_metadata())
+        tenant = self._tenants.caller(context.invocation_metadata())
         model, requests = self._model, self._settings.requests
         group = self._workers.group()
         default = SamplingParams()
         return inference_pb2.ListModelsResponse(
+            caller=inference_pb2.Caller(tenant=tenant.name),
             models=[
                 inference_pb2.Model(
                     identity=common_pb2.ModelIdentity(
@@ -107,7 +114,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     vocab_size=model.vocab_size,
                     implemented_fields=IMPLEMENTED_FIELDS,
                 )
-            ]
+            ],
         )
 
     async def CountTokens(

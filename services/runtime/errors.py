@@ -229,8 +229,10 @@ def shortened(text: str) -> str:
 
 
 async def abort(context: grpc.aio.ServicerContext[object, object], error: HeadraceError) -> NoReturn:
-    """End a call with the error's gRPC status, its text as details and the Error in the trailing metadata."""
-    await context.abort(TABLE[error.code].status, shortened(str(error)), trailing_metadata(error))
+    """End a call with the error's gRPC status, its text as details and the Error in the trailing metadata, beside what
+    stands there."""
+    trailing = (*(context.trailing_metadata() or ()), *trailing_metadata(error))
+    await context.abort(TABLE[error.code].status, shortened(str(error)), trailing)
 
 
 def from_rpc_error(failure: grpc.aio.AioRpcError) -> HeadraceError:

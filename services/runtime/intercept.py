@@ -39,7 +39,7 @@ def request_metadata() -> grpc.aio.Metadata:
     return grpc.aio.Metadata() if identifier is None else grpc.aio.Metadata((REQUEST_ID_KEY, identifier))
 
 
-class _CallerLeft(Exception):
+class CallerLeft(Exception):
     """A response could not be written: gRPC's core gave the call up, which its asyncio side learns a moment later."""
 
 
@@ -113,7 +113,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
                     try:
                         await context.write(response)
                     except grpc.aio.InternalError as error:
-                        raise _CallerLeft from error
+                        raise CallerLeft from error
 
         make = {
             (False, False): grpc.unary_unary_rpc_method_handler,
@@ -146,7 +146,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
                     await errors.abort(context, errors.Unavailable("a peer left during the call; try again"))
                 ending.outcome = _left(context)
                 raise
-            except _CallerLeft as error:
+            except CallerLeft as error:
                 ending.outcome = _left(context)
                 _log.debug("the caller left", method=method, exc_info=error)
             except grpc.aio.AbortError:

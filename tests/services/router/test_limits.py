@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from headrace.kvcache.index.breaker import CircuitBreaker
 from headrace.kvcache.index.redis_calls import RedisCalls
 from headrace.services.router.api_keys import TenantLimits
-from headrace.services.router.limits import BURST_S, Limiter, LocalBuckets, Rates, SharedBuckets, estimate
+from headrace.services.router.buckets import BURST_S, LocalBuckets, Rates, SharedBuckets
+from headrace.services.router.limits import Limiter, RateExceeded, estimate
 from headrace.services.router.main import shared_buckets_url
 from headrace.services.router.settings import RouterSettings
 from headrace.services.router.tenants import Tenant, TenantKeys
@@ -116,6 +117,29 @@ async def test_a_request_that_ends_without_usage_keeps_its_estimate() -> None:
     assert await passes(limiter, who, ask(10)) > 0
 
 
+async def test_a_tenant_is_told_what_is_left_of_its_rates() -> None:
+    """L25: its own and no other's, also when it is refused; a rate that does not limit is not told of."""
+    clock = Clock()
+    limiter, who = Limiter(None, lambda: 1, clock), tenant(requests_per_second=0.2, tokens_per_second=10)
+    async with limiter.request(who, ask(30)) as charge:
+        assert charge.caller == inference_pb2.Caller(
+            tenant="acme",
+            requests=inference_pb2.RateLevel(limit=2, remaining=1, reset_ms=5000),
+            tokens=inference_pb2.RateLevel(limit=100, remaining=70, reset_ms=3000),
+        )
+    assert await passes(limiter, who, ask(200)) == 0
+    with pytest.raises(RateExceeded) as caught:
+        async with limiter.request(who, ask()):
+            pass
+    told = caught.value.caller
+    assert (told.requests.remaining, told.tokens.remaining, told.tokens.reset_ms) == (0, 0, 23_000)
+    async with limiter.request(tenant("umbrella", tokens_per_second=1), ask(3)) as charge:
+        assert not charge.caller.HasField("requests")
+        assert charge.caller.tokens.remaining == 7
+    async with limiter.request(tenant("free"), ask()) as charge:
+        assert charge.caller == inference_pb2.Caller(tenant="free")
+
+
 async def test_concurrent_requests_are_bounded_and_come_free() -> None:
     """The bound is divided by the routers that live, rounded up."""
     routers = 1
@@ -183,8 +207,9 @@ def test_the_script_and_its_twin_agree(
             theirs = await shared.take(KEY, rates, requests, tokens, always=always)
             assert theirs is not None
             mine = local.take(KEY, rates, requests, tokens, always=always)
-            assert (theirs > 0) == (mine > 0)
-            assert theirs == pytest.approx(mine, rel=0.01, abs=30.0)
+            assert (theirs.wait_s > 0) == (mine.wait_s > 0)
+            assert theirs.wait_s == pytest.approx(mine.wait_s, rel=0.01, abs=30.0)
+            assert (theirs.requests, theirs.tokens) == pytest.approx((mine.requests, mine.tokens), abs=1.0)
         await shared.close()
 
     asyncio.run(both())
@@ -193,7 +218,9 @@ def test_the_script_and_its_twin_agree(
 async def test_buckets_are_forgotten_when_they_are_full(redis: RedisServer) -> None:
     """No tenant's name stands in Redis, and a bucket ends with the time in which it fills."""
     shared = SharedBuckets(redis.url, "end:", 10.0, SystemClock())
-    assert await shared.take(KEY, Rates(1.0, 5.0), 1, 10) == 0
+    taken = await shared.take(KEY, Rates(1.0, 5.0), 1, 10)
+    assert taken is not None
+    assert taken.wait_s == 0
     calls = RedisCalls(redis.url, breaker=CircuitBreaker())
     left = calls.one(("PTTL", f"end:{KEY.hex()}"), SystemClock().monotonic() + 10)
     assert 0 < left <= 2000 + 1000 + BURST_S * 1000

@@ -141,6 +141,9 @@ async def test_a_long_text_does_not_cost_the_error_its_type() -> None:
     answers: list[tuple[object, str, tuple[tuple[str, bytes]]]] = []
 
     class Context:
+        def trailing_metadata(self) -> None:
+            return None
+
         async def abort(self, status: object, details: str, trailing: tuple[tuple[str, bytes]]) -> None:
             answers.append((status, details, trailing))
 
