@@ -14,10 +14,12 @@ from typing import Any
 import grpc.aio
 
 from headrace.engine.text.byte_tokenizer import make_byte_tokenizer
+from headrace.services.runtime.callers import tell_caller
 from headrace.services.runtime.files import write_whole
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 FIRST_BYTE_ID = 3
+_CALLER = inference_pb2.Caller(tenant="default")
 WORD = tuple(FIRST_BYTE_ID + byte for byte in b"a")
 
 
@@ -28,6 +30,7 @@ class TalkingRouter(inference_pb2_grpc.InferenceServiceServicer):
         """See inference.proto."""
         rate = float(request.model.partition(":")[2] or 0)
         count = request.stop.max_tokens
+        await tell_caller(context, _CALLER)
         yield inference_pb2.GenerateResponse(started=inference_pb2.StartedEvent(prompt_tokens=1))
         for offset in range(count):
             if rate and offset:
@@ -46,7 +49,7 @@ class TalkingRouter(inference_pb2_grpc.InferenceServiceServicer):
             inference_pb2.Model(identity=common_pb2.ModelIdentity(name=name), limits=limits, eos_token_ids=[1])
             for name in ("talk:0", "talk:20")
         ]
-        return inference_pb2.ListModelsResponse(models=models)
+        return inference_pb2.ListModelsResponse(models=models, caller=_CALLER)
 
 
 def make_folder(folder: Path) -> Path:

@@ -15,8 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from headrace.services.gateway import chat, completions
 from headrace.services.gateway.calls import Api, Call, make_call
-from headrace.services.gateway.door import Door, Wanted, credential, request_id
+from headrace.services.gateway.door import Door, Wanted, caller_of, credential, hear_caller, request_id
 from headrace.services.gateway.errors import Shape, body_of, error_response, status_of
+from headrace.services.gateway.rates import rate_headers
 from headrace.services.gateway.settings import GatewaySettings
 from headrace.services.gateway.sse import COMMENT, EventStream, Frames, begun, frame, until_left
 from headrace.services.gateway.streams import answers
@@ -106,7 +107,9 @@ class Gateway:
         if message.traffic_class:  # of the body's own words, which headers overrule
             wanted = Wanted(wanted.traffic_class or message.traffic_class, wanted.priority, wanted.timeout_s)
         wanted.apply(message)
-        return upstream.generate(message, credential(request), wanted.timeout_s)
+        return upstream.generate(
+            message, credential(request), wanted.timeout_s, functools.partial(hear_caller, request)
+        )
 
     async def stream(
         self, request: Request, frames: Frames, told: Callable[[HeadraceError], bytes], comment: bytes = COMMENT
@@ -177,7 +180,7 @@ class _Guarded:
                 with self._gateway.door.within() as ending:
                     try:
                         response = await self._endpoint(request, key)
-                        response.headers["x-request-id"] = response.headers["request-id"] = key
+                        self._name(response, request, key)
                         await response(scope, receive, send)
                         streamed = isinstance(response, EventStream)
                         failure = response.failure if isinstance(response, EventStream) else None
@@ -195,9 +198,14 @@ class _Guarded:
                 typed = _typed(error)
                 status = status_of(typed)
                 response = error_response(typed, self._shape, key, self._api)
-                response.headers["x-request-id"] = response.headers["request-id"] = key
+                self._name(response, request, key)
                 await response(scope, receive, send)
         self._gateway.count(self._path, status, time.monotonic() - started)
+
+    def _name(self, response: Response, request: Request, key: str) -> None:
+        """Headers of every answer: the request's name, and what is left of the caller's rates."""
+        response.headers["x-request-id"] = response.headers["request-id"] = key
+        response.headers.update(rate_headers(self._shape, caller_of(request), time.time()))
 
 
 def _typed(error: Exception) -> HeadraceError:

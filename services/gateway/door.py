@@ -138,3 +138,14 @@ def request_id(request: Request) -> str:
     """The client's, if it may be logged, else a new one."""
     given = request.headers.get("x-request-id") or request.headers.get("x-client-request-id") or ""
     return given if valid_request_id(given) else new_request_id()
+
+
+def caller_of(request: Request) -> inference_pb2.Caller | None:
+    """Who calls, in the router's words; None: it has not said so (yet)."""
+    caller: inference_pb2.Caller | None = getattr(request.state, "caller", None)
+    return caller
+
+
+def hear_caller(request: Request, caller: inference_pb2.Caller) -> None:
+    """Remember what the router said. The only place where a request gets a tenant (L25)."""
+    request.state.caller = caller

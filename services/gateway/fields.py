@@ -135,7 +135,7 @@ RESPONSES: Final[Mapping[str, Field]] = {
     "model": _MODEL,
     "input": Field({"anyOf": [TEXT, {"type": "array"}]}, "messages, images, function calls and their outputs"),
     "instructions": Field(_null(TEXT), "of this response alone"),
-    "previous_response_id": Field(_null(TEXT), "a stored one of the same credential"),
+    "previous_response_id": Field(_null(TEXT), "a stored one of the same tenant"),
     "store": Field(BOOLEAN, "default true; bounded, see Stored responses"),
     "stream": _STREAM,
     "stream_options": Field(OBJECT, "`include_obfuscation` has no effect: nothing is padded"),

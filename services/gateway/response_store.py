@@ -1,7 +1,7 @@
-"""Stored responses, bounded for each credential: in this process's memory, or in a Redis that gateways share (L12).
+"""Stored responses, bounded for each tenant: in this process's memory, or in a Redis that gateways share (L12).
 
-Owners are digests of credentials, so that a key finds its own responses alone (L25); that the key is still good is the
-router's to say, and asked for before anything is given out.
+A response lies under its own name and says whose it is. Owners are tenants as the routers tell them, each of one served
+model: equal names of tenants in two clusters are two owners (L25). Whoever asks compares.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ RETRY_AFTER_S: Final = 1.0
 class Stored:
     """One response."""
 
+    owner: str
+    """See owner_of."""
     model: str
     response: dict[str, Any]
     """As it was answered."""
@@ -34,9 +36,10 @@ class Stored:
     """The input, that of the responses before it included."""
 
 
-def owner_of(credential: str | None) -> str:
-    """32 hexadecimal digits."""
-    return hashlib.sha256(b"headrace.responses\0" + (credential or "").encode()).hexdigest()[:32]
+def owner_of(model: str, tenant: str) -> str:
+    """32 hexadecimal digits: SHA-256 over both names, each behind its length in bytes (LE64)."""
+    fields = b"".join(len(name).to_bytes(8, "little") + name for name in (model.encode(), tenant.encode()))
+    return hashlib.sha256(b"headrace.responses\0" + fields).hexdigest()[:32]
 
 
 def encode(stored: Stored) -> bytes:
@@ -48,13 +51,15 @@ class ResponseStore(Protocol):
     """Both stores. Raise Unavailable where the shared one does not answer."""
 
     async def put(self, owner: str, identifier: str, data: bytes) -> None:
-        """Keep one; the owner's oldest is forgotten when there are too many."""
+        """Keep one, `encode`d; the owner's oldest is forgotten when there are too many."""
         ...
 
-    async def get(self, owner: str, identifier: str) -> Stored | None: ...
+    async def get(self, identifier: str) -> Stored | None:
+        """Whoever's it is."""
+        ...
 
     async def delete(self, owner: str, identifier: str) -> bool:
-        """Whether it was there."""
+        """Forget one of this owner's. Whether it was there."""
         ...
 
     async def close(self) -> None: ...
@@ -66,34 +71,40 @@ class MemoryStore:
     def __init__(self, settings: ResponsesSection, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
         self._monotonic = monotonic
-        self._owners: OrderedDict[str, OrderedDict[str, tuple[float, bytes]]] = OrderedDict()
+        self._kept: dict[str, tuple[float, bytes]] = {}
+        """Until when, and what, by identifier."""
+        self._owners: OrderedDict[str, OrderedDict[str, None]] = OrderedDict()
+        """Identifiers of each owner, oldest first; the owner used last is the last."""
 
     async def put(self, owner: str, identifier: str, data: bytes) -> None:
         own = self._owners.setdefault(owner, OrderedDict())
         self._owners.move_to_end(owner)
-        own[identifier] = (self._monotonic() + self._settings.keep_seconds, data)
-        while len(own) > self._settings.per_credential:
-            own.popitem(last=False)
-        while len(self._owners) > self._settings.max_credentials:
-            self._owners.popitem(last=False)
+        own[identifier] = None
+        self._kept[identifier] = (self._monotonic() + self._settings.keep_seconds, data)
+        while len(own) > self._settings.per_tenant:
+            del self._kept[own.popitem(last=False)[0]]
+        while len(self._owners) > self._settings.max_tenants:
+            for forgotten in self._owners.popitem(last=False)[1]:
+                del self._kept[forgotten]
 
-    async def get(self, owner: str, identifier: str) -> Stored | None:
-        ends, data = self._own(owner).get(identifier, (0.0, b""))
+    async def get(self, identifier: str) -> Stored | None:
+        ends, data = self._kept.get(identifier, (0.0, b""))
         if not data or ends <= self._monotonic():
             return None
-        return Stored(**json.loads(data))
+        stored = Stored(**json.loads(data))
+        self._owners.move_to_end(stored.owner)
+        return stored
 
     async def delete(self, owner: str, identifier: str) -> bool:
-        return self._own(owner).pop(identifier, None) is not None
+        own = self._owners.get(owner, OrderedDict())
+        if identifier not in own:
+            return False
+        del own[identifier], self._kept[identifier]
+        return True
 
     async def close(self) -> None:
         self._owners.clear()
-
-    def _own(self, owner: str) -> OrderedDict[str, tuple[float, bytes]]:
-        if owner not in self._owners:
-            return OrderedDict()
-        self._owners.move_to_end(owner)
-        return self._owners[owner]
+        self._kept.clear()
 
 
 class RedisStore:
@@ -104,29 +115,32 @@ class RedisStore:
         self._settings = settings
         self._redis = redis.asyncio.from_url(url, socket_timeout=deadline, socket_connect_timeout=deadline)
 
-    def _key(self, owner: str, identifier: str) -> str:
-        return f"{self._settings.prefix}{{{owner}}}:{identifier}"
+    def _key(self, identifier: str) -> str:
+        return f"{self._settings.prefix}{identifier}"
+
+    def _index(self, owner: str) -> str:
+        return f"{self._settings.prefix}of:{owner}"
 
     async def put(self, owner: str, identifier: str, data: bytes) -> None:
-        index, keep = self._key(owner, "index"), self._settings.keep_seconds
+        index, keep = self._index(owner), self._settings.keep_seconds
         try:
             async with self._redis.pipeline(transaction=True) as pipe:
-                pipe.set(self._key(owner, identifier), data, ex=keep)
+                pipe.set(self._key(identifier), data, ex=keep)
                 pipe.zadd(index, {identifier: time.time()})
                 pipe.expire(index, keep)
-                pipe.zrange(index, 0, -(self._settings.per_credential + 1))
+                pipe.zrange(index, 0, -(self._settings.per_tenant + 1))
                 oldest = (await pipe.execute())[-1]
             if oldest:
                 async with self._redis.pipeline(transaction=True) as pipe:
-                    pipe.delete(*(self._key(owner, one.decode()) for one in oldest))
+                    pipe.delete(*(self._key(one.decode()) for one in oldest))
                     pipe.zrem(index, *oldest)
                     await pipe.execute()
         except (redis.exceptions.RedisError, OSError) as error:
             raise _unavailable() from error
 
-    async def get(self, owner: str, identifier: str) -> Stored | None:
+    async def get(self, identifier: str) -> Stored | None:
         try:
-            data = await self._redis.get(self._key(owner, identifier))
+            data = await self._redis.get(self._key(identifier))
         except (redis.exceptions.RedisError, OSError) as error:
             raise _unavailable() from error
         return None if data is None else Stored(**json.loads(data))
@@ -134,8 +148,8 @@ class RedisStore:
     async def delete(self, owner: str, identifier: str) -> bool:
         try:
             async with self._redis.pipeline(transaction=True) as pipe:
-                pipe.delete(self._key(owner, identifier))
-                pipe.zrem(self._key(owner, "index"), identifier)
+                pipe.delete(self._key(identifier))
+                pipe.zrem(self._index(owner), identifier)
                 return bool((await pipe.execute())[0])
         except (redis.exceptions.RedisError, OSError) as error:
             raise _unavailable() from error

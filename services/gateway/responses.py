@@ -15,7 +15,7 @@ from headrace.services.gateway import usage as usages
 from headrace.services.gateway.app import Gateway
 from headrace.services.gateway.calls import ApiName, Body, Call
 from headrace.services.gateway.chat import only_functions
-from headrace.services.gateway.door import credential
+from headrace.services.gateway.door import caller_of, credential
 from headrace.services.gateway.errors import body_of
 from headrace.services.gateway.response_store import ResponseStore, Stored, encode, owner_of
 from headrace.services.gateway.sse import DONE, Frames, frame, until_left
@@ -83,10 +83,9 @@ class Responses:
     async def create(self, request: Request, _key: str) -> Response:
         """POST /v1/responses."""
         body = await self._gateway.door.body(request)
-        owner = owner_of(credential(request))
-        full = await self._continued(body, owner)
+        full = await self._continued(body, request)
         _, call, wire = await self._gateway.call(ResponsesApi(), request, full)
-        answer = _Answer(self, body, full, owner, call)
+        answer = _Answer(self, body, full, request, call)
         items = answers(call, wire)
         if call.stream:
             return await self._gateway.stream(request, answer.frames(items), answer.told)
@@ -94,51 +93,51 @@ class Responses:
 
     async def retrieve(self, request: Request, _key: str) -> Response:
         """GET /v1/responses/{id}."""
-        return JSONResponse((await self._find(request)).response)
+        return JSONResponse((await self._named(request)).response)
 
     async def delete(self, request: Request, _key: str) -> Response:
         """DELETE /v1/responses/{id}."""
-        await self._find(request)
         identifier = request.path_params["id"]
-        await self._store.delete(owner_of(credential(request)), identifier)
+        found = await self._own(request, identifier, "response_id")
+        await self._store.delete(found.owner, identifier)
         return JSONResponse({"id": identifier, "object": "response", "deleted": True})
 
     async def input_items(self, request: Request, _key: str) -> Response:
         """GET /v1/responses/{id}/input_items, all on one page."""
-        items = [
-            {"id": f"item_{index}", "type": "message", **item}
-            for index, item in enumerate((await self._find(request)).items)
-        ]
+        found = await self._named(request)
+        items = [{"id": f"item_{index}", "type": "message", **item} for index, item in enumerate(found.items)]
         ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": "", "last_id": ""}
         return JSONResponse({"object": "list", "data": items, "has_more": False, **ends})
 
-    async def _find(self, request: Request) -> Stored:
-        """Raises NotFound, and Unauthenticated for a key that is good no more (L25)."""
-        identifier, key = request.path_params["id"], credential(request)
-        found = await self._store.get(owner_of(key), identifier)
-        if found is None:
-            raise NotFound(f"no response {identifier[:100]!r} is stored here for this key", field="response_id")
-        await self._gateway.upstreams.get(found.model).ask(key)
-        return found
+    async def _named(self, request: Request) -> Stored:
+        return await self._own(request, request.path_params["id"], "response_id")
 
-    async def _continued(self, body: dict[str, Any], owner: str) -> dict[str, Any]:
-        """The body with everything that came before it as input. Raises NotFound."""
+    async def _own(self, request: Request, identifier: str, field: str) -> Stored:
+        """A response of the caller's tenant, who he is being asked of the router now. Raises NotFound for any other,
+        and Unauthenticated for a key that is good no more (L25)."""
+        found = await self._store.get(identifier)
+        if found is not None:
+            tenant = await self._gateway.upstreams.get(found.model).tenant(credential(request))
+            if owner_of(found.model, tenant) == found.owner:
+                return found
+        raise NotFound(f"no response {identifier[:100]!r} is stored here for your key", field=field)
+
+    async def _continued(self, body: dict[str, Any], request: Request) -> dict[str, Any]:
+        """The body with everything that came before it as input. Raises as `_own`."""
         previous = body.get("previous_response_id")
         if not isinstance(previous, str):
             return body
-        found = await self._store.get(owner, previous)
-        if found is None:
-            raise NotFound(f"no response {previous[:100]!r} is stored here for this key", field="previous_response_id")
+        found = await self._own(request, previous, "previous_response_id")
         return {**body, "input": [*found.items, *found.response["output"], *_items(body.get("input"))]}
 
-    async def keep(self, owner: str, stored: Stored) -> bool:
+    async def keep(self, stored: Stored) -> bool:
         """Whether it was stored. An answer is never lost to its store."""
         data = encode(stored)
         section = self._gateway.settings.responses
-        if len(data) > section.max_bytes or section.per_credential == 0:
+        if len(data) > section.max_bytes or section.per_tenant == 0:
             return False
         try:
-            await self._store.put(owner, stored.response["id"], data)
+            await self._store.put(stored.owner, stored.response["id"], data)
         except Unavailable as error:
             _log.warning("a response could not be stored", error=str(error))
             return False
@@ -154,12 +153,14 @@ def _items(given: Any) -> list[Any]:
 class _Answer:
     """One response on its way."""
 
-    def __init__(self, owner: Responses, body: dict[str, Any], full: dict[str, Any], tenant: str, call: Call) -> None:
+    def __init__(
+        self, responses: Responses, body: dict[str, Any], full: dict[str, Any], request: Request, call: Call
+    ) -> None:
         """`full` is the body with what came before it as input."""
-        self._responses = owner
+        self._responses = responses
+        self._request = request
         self._body = body
         self._items = _items(full.get("input"))
-        self._tenant = tenant
         self._call = call
         self._wanted = body.get("store") is not False
         self._sequence = 0
@@ -223,6 +224,10 @@ class _Answer:
         details = (response.get("usage") or {}).get("output_tokens_details") or {}
         response["usage"] = usages.of_responses(usage, int(details.get("reasoning_tokens", 0)))
         if self._wanted:
-            stored = Stored(self._call.model, response, self._items)
-            response["store"] = await self._responses.keep(self._tenant, stored)
+            caller = caller_of(self._request)
+            if caller is None:
+                raise Internal("the router does not say who calls; it is of another version")
+            owner = owner_of(self._call.model, caller.tenant)
+            stored = Stored(owner, self._call.model, response, self._items)
+            response["store"] = await self._responses.keep(stored)
         return response

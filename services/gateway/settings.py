@@ -59,19 +59,19 @@ class GatewaySection(Section):
 
 
 class ResponsesSection(Section):
-    """Stored responses, which `previous_response_id` continues. Bounded for each credential."""
+    """Stored responses, which `previous_response_id` continues. Bounded for each tenant."""
 
     redis: SecretStr | None = None
     """Redis that gateways share (`redis://…`, `rediss://…`, `unix://…`). Default: this process's memory, so another
     gateway, and this one after a restart, knows none of them."""
     prefix: str = "headrace:response:"
     """Of keys there."""
-    per_credential: int = Field(default=256, ge=0)
-    """Responses kept for one credential; the oldest are forgotten. 0: none is."""
+    per_tenant: int = Field(default=256, ge=0)
+    """Responses kept for one tenant of one model; the oldest are forgotten. 0: none is."""
     max_bytes: ByteSize = Field(default=ByteSize(1024 * 1024), ge=1024)
     """Largest stored conversation; a longer one is answered and not stored, which its `store` then says."""
-    max_credentials: int = Field(default=1024, ge=1)
-    """Credentials with stored responses (in memory); those unused longest are forgotten."""
+    max_tenants: int = Field(default=1024, ge=1)
+    """Tenants with stored responses (in memory); those unused longest are forgotten."""
     keep_seconds: int = Field(default=30 * 24 * 3600, ge=1)
     """How long a stored response is kept."""
     deadline_ms: int = Field(default=1000, ge=1)

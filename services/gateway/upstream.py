@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -14,7 +14,9 @@ import grpc.aio
 
 from headrace.engine.text.assets import TextAssets, load_text_assets
 from headrace.services.gateway.settings import ModelEntry
+from headrace.services.runtime.callers import told_caller
 from headrace.services.runtime.errors import (
+    Internal,
     InvalidArgument,
     NotFound,
     closed_is_unavailable,
@@ -68,12 +70,19 @@ class Upstream:
     async def ask(self, credential: str | None) -> inference_pb2.Model:
         """The same, asked now. Raises what the router answers, Unauthenticated for a credential that it does not
         know."""
-        answer = await self._call(self._stub.ListModels, inference_pb2.ListModelsRequest(), credential)
+        answer = await self._list(credential)
         for model in answer.models:
             if model.identity.name == self._at_router:
                 self._known, self._known_at = model, asyncio.get_running_loop().time()
-                return cast(inference_pb2.Model, model)
+                return model
         raise NotFound(f"the router at {self.entry.router} serves no model {self._at_router!r}", field="model")
+
+    async def tenant(self, credential: str | None) -> str:
+        """Whose the credential is, asked now. Raises what the router answers, as `ask` does."""
+        tenant = str((await self._list(credential)).caller.tenant)
+        if not tenant:
+            raise Internal(f"the router at {self.entry.router} does not say who calls; it is of another version")
+        return tenant
 
     async def count(self, prompt: inference_pb2.Prompt, credential: str | None) -> int:
         """Tokens of a prompt as the router counts them."""
@@ -82,21 +91,34 @@ class Upstream:
         return int(answer.prompt_tokens)
 
     async def generate(
-        self, request: inference_pb2.GenerateRequest, credential: str | None, timeout_s: float
+        self,
+        request: inference_pb2.GenerateRequest,
+        credential: str | None,
+        timeout_s: float,
+        hear: Callable[[inference_pb2.Caller], None],
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """Events of one request. Closing the generator cancels it at the router. Raises typed errors."""
+        """Events of one request. Closing the generator cancels it at the router. Raises typed errors. Before all that
+        `hear` is told who calls, unless the router refuses to know."""
         request.model = self._at_router
         call: Any = None
         try:
             with closed_is_unavailable(f"the router of {self.name}"):
                 call = self._stub.Generate(request, timeout=timeout_s, metadata=_metadata(credential))
+                _pass_on(await call.initial_metadata(), hear)
                 async for event in call:
                     yield event
         except grpc.aio.AioRpcError as error:
+            _pass_on(error.trailing_metadata(), hear)
             raise from_rpc_error(error) from error
         finally:
             if call is not None:
                 call.cancel()
+
+    async def _list(self, credential: str | None) -> inference_pb2.ListModelsResponse:
+        return cast(
+            inference_pb2.ListModelsResponse,
+            await self._call(self._stub.ListModels, inference_pb2.ListModelsRequest(), credential),
+        )
 
     async def _call(self, method: Any, request: object, credential: str | None) -> Any:
         try:
@@ -135,6 +157,12 @@ class Upstreams:
 def load_assets(folder: Path, entry: ModelEntry) -> TextAssets:
     """Tokenizer and prompt form. Raises TextError."""
     return load_text_assets(folder, entry.protocol)
+
+
+def _pass_on(metadata: Any, hear: Callable[[inference_pb2.Caller], None]) -> None:
+    caller = told_caller(metadata)
+    if caller is not None:
+        hear(caller)
 
 
 def _metadata(credential: str | None) -> grpc.aio.Metadata:

@@ -19,6 +19,7 @@ from headrace.services.gateway.response_store import open_store
 from headrace.services.gateway.routes import make_app
 from headrace.services.gateway.server import HttpServer
 from headrace.services.gateway.settings import GatewaySection, GatewaySettings, ModelEntry, ResponsesSection
+from headrace.services.runtime.callers import tell_caller
 from headrace.services.runtime.errors import HeadraceError, Unauthenticated, abort
 from headrace.services.runtime.settings import ListenSettings
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
@@ -93,11 +94,17 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer):
     """A call has ended, in whichever way."""
     known_keys: frozenset[str] | None = None
     """None: everybody."""
+    tenants: dict[str, str] = field(default_factory=dict)
+    """Tenants of keys; any other key is a tenant's of its own."""
+    levels: inference_pb2.Caller = field(default_factory=inference_pb2.Caller)
+    """What is left of everybody's rates."""
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> AsyncIterator[Any]:
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
-        await self._check(context)
+        caller = await self._check(context)
+        caller.MergeFrom(self.levels)
+        await tell_caller(context, caller)
         try:
             async for event in self.script(request):
                 yield event
@@ -107,20 +114,21 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer):
             self.ended.set()
 
     async def ListModels(self, request: Any, context: Any) -> inference_pb2.ListModelsResponse:
-        await self._check(context)
+        caller = await self._check(context)
         identity = common_pb2.ModelIdentity(name="m", model_fingerprint=b"a" * 32, layout_fingerprint=b"b" * 32)
         limits = inference_pb2.ModelLimits(context_tokens=4096, max_tokens=512, max_n=8, max_images=4)
         model = inference_pb2.Model(identity=identity, family="fake", limits=limits, eos_token_ids=[FILE.eos_token_id])
-        return inference_pb2.ListModelsResponse(models=[model])
+        return inference_pb2.ListModelsResponse(models=[model], caller=caller)
 
     async def CountTokens(self, request: Any, context: Any) -> inference_pb2.CountTokensResponse:
         await self._check(context)
         return inference_pb2.CountTokensResponse(prompt_tokens=len(request.prompt.tokens.token_ids))
 
-    async def _check(self, context: Any) -> None:
+    async def _check(self, context: Any) -> inference_pb2.Caller:
         key = dict(context.invocation_metadata()).get("authorization", "").removeprefix("Bearer ")
         if self.known_keys is not None and key not in self.known_keys:
             await abort(context, Unauthenticated("no valid credential"))
+        return inference_pb2.Caller(tenant=self.tenants.get(key, f"of {key}"))
 
     def prompt_text(self, index: int = -1) -> str:
         """The prompt's tokens as text, special ones spelt out."""
@@ -163,7 +171,7 @@ async def a_world(scratch: Path, **section: Any) -> AsyncIterator[World]:
                    protocol="template", router_model="m", aliases=("other-name",)),
     )  # fmt: skip
     settings = GatewaySettings(
-        gateway=GatewaySection(models=entries, **section), responses=ResponsesSection(per_credential=3)
+        gateway=GatewaySection(models=entries, **section), responses=ResponsesSection(per_tenant=3)
     )
     gateway = await make_gateway(settings, None)
     store = open_store(settings.responses)

@@ -1,4 +1,7 @@
-"""The gateway before a real cluster of processes, as the official clients see it (V4.1-tiny, random weights)."""
+"""The gateway before a real cluster of processes, as the official clients see it (V4.1-tiny, random weights).
+
+Between them is mutual TLS, callers are tenants with keys, and their rates are counted in Redis.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ import io
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -15,10 +21,21 @@ import openai
 import PIL.Image
 import pytest
 
+from headrace.cli.certificates import files_of, issue, make_authority
+from headrace.cli.client_tls import TLS_FOLDER
 from headrace.cli.cluster_spec import ClusterSpec
 from headrace.cli.local_cluster import LocalCluster
 from headrace.cli.local_gateway import LocalGateway, served
 from headrace.cli.model import make
+from headrace.services.gateway.settings import ModelEntry
+from headrace.services.gateway.upstream import Upstream, load_assets
+from headrace.services.router.api_keys import KeyRole, KeysDocument, TenantLimits, mint
+from headrace.services.runtime.errors import DeadlineExceeded, Unavailable
+from headrace.services.runtime.files import write_whole
+from headrace.services.runtime.peers import Peer, PeerRole
+from headrace.services.runtime.settings import RpcSettings
+from headrace.services.runtime.tls import Tls
+from tests.kvcache.index.redis_server import RedisServer
 from tests.services.gateway.fakes import TEMPLATE
 
 HI: Any = [{"role": "user", "content": "Hi"}]
@@ -29,6 +46,17 @@ PATIENCE_S = 120.0
 class Served:
     cluster: LocalCluster
     url: str
+    folder: Path
+    keys: KeysDocument
+    key: str
+    """Of the tenant acme, which has no limits."""
+    other: str
+    """Of acme, too."""
+    limited: str
+    """Of the tenant umbrella, which has one request and hours to wait for the next, and 10 tokens a second."""
+
+    def write_keys(self) -> None:
+        write_whole(self.folder / "keys.json", self.keys.model_dump_json().encode(), 0o600)
 
     def until_idle(self) -> None:
         """L10, L11: what clients left is over at the router."""
@@ -51,20 +79,43 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
         shutil.copy(tiny / name, plain)
     (plain / "chat_template.jinja").write_text(TEMPLATE)
-    spec = ClusterSpec(
-        tiny, {"encoder": 1, "prefill": 1, "decode": 1}, model_name="tiny", sets=("load.native_kernels=false",)
+    redis = RedisServer(scratch / "redis")
+    redis.start()
+    (key, first), (other, second) = mint(KeyRole.TENANT, "acme"), mint(KeyRole.TENANT, "acme")
+    limited, third = mint(KeyRole.TENANT, "umbrella")
+    limits = TenantLimits(requests_per_second=0.0001, tokens_per_second=10)
+    keys = KeysDocument().with_key(first).with_key(second).with_key(third, limits)
+    sets = (
+        "load.native_kernels=false",
+        f"router.keys={scratch / 'keys.json'}",
+        f"limits.shared={redis.url}",
+        "limits.deadline_ms=60000",
+        "fetch.enabled=true",
     )
-    with LocalCluster(spec) as cluster:
-        template = served(cluster, "template", name="plain", folder=str(plain), router_model="tiny")
-        with LocalGateway([served(cluster, "v4.1", thinking=True), template]) as gateway:
-            yield Served(cluster, gateway.url)
+    (scratch / "keys.json").write_text(keys.model_dump_json())
+    spec = ClusterSpec(tiny, {"encoder": 1, "prefill": 1, "decode": 1}, model_name="tiny", sets=sets, tls=True)
+    with ExitStack() as stack:
+        stack.callback(redis.kill)
+        cluster = stack.enter_context(LocalCluster(spec, run_dir=scratch / "run"))
+        files = files_of(cluster.run_dir / TLS_FOLDER, "client")
+        identity = (f"tls.ca={files.ca}", f"tls.cert={files.cert}", f"tls.key={files.key}", "https.off=true")
+        models = [
+            served(cluster, "v4.1", thinking=True),
+            served(cluster, "template", name="plain", folder=str(plain), router_model="tiny"),
+        ]
+        gateway = stack.enter_context(LocalGateway(models, sets=(*identity, f"responses.redis={redis.url}")))
+        yield Served(cluster, gateway.url, scratch, keys, key, other, limited)
 
 
 @pytest.fixture
 def client(world: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{world.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE_S) as made:
+    with openai.OpenAI(base_url=f"{world.url}/v1", api_key=world.key, max_retries=0, timeout=PATIENCE_S) as made:
         yield made
     world.until_idle()
+
+
+def messages_client(world: Served, key: str) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=world.url, api_key=key, max_retries=0, timeout=PATIENCE_S)
 
 
 def picture() -> str:
@@ -99,13 +150,109 @@ def test_an_image_in_every_api(world: Served, client: openai.OpenAI) -> None:
     second = client.responses.create(model="tiny", input=items, max_output_tokens=2, reasoning={"effort": "none"})
     source = {"type": "base64", "media_type": "image/png", "data": picture()}
     message: Any = [{"role": "user", "content": [{"type": "image", "source": source}]}]
-    with anthropic.Anthropic(base_url=world.url, api_key="any", max_retries=0, timeout=PATIENCE_S) as other:
+    with messages_client(world, world.key) as other:
         off: Any = {"type": "disabled"}
         third = other.messages.create(model="tiny", messages=message, max_tokens=2, thinking=off)
     assert first.usage is not None
     assert second.usage is not None
     read = third.usage.input_tokens + (third.usage.cache_read_input_tokens or 0)
     assert first.usage.prompt_tokens == second.usage.input_tokens == read > 10
+
+
+def test_an_address_that_leads_inside_in_every_api(world: Served, client: openai.OpenAI) -> None:
+    """L26: the router fetches, and refuses; the status is the request's fault."""
+    url = "https://127.0.0.1/picture.png"
+    chat: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+    items: Any = [{"role": "user", "content": [{"type": "input_image", "image_url": url, "detail": "auto"}]}]
+    source = {"type": "url", "url": url}
+    message: Any = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+    with pytest.raises(openai.BadRequestError, match="public network"):
+        client.chat.completions.create(model="tiny", messages=chat, max_tokens=2)
+    with pytest.raises(openai.BadRequestError, match="public network"):
+        client.responses.create(model="tiny", input=items, max_output_tokens=2)
+    with messages_client(world, world.key) as other, pytest.raises(anthropic.BadRequestError, match="public network"):
+        other.messages.create(model="tiny", messages=message, max_tokens=2)
+
+
+def test_rates_are_told_in_headers_and_when_they_are_over(world: Served, client: openai.OpenAI) -> None:
+    """L12, L25: a tenant hears of its own rates, in each API's words; one without rates of none."""
+    free = client.chat.completions.with_raw_response.create(model="plain", messages=HI, max_tokens=1)
+    assert not [name for name in free.headers if "ratelimit" in name]
+    limited = client.with_options(api_key=world.limited)
+    asked: Any = {"model": "plain", "messages": HI, "max_tokens": 1}
+    taken = limited.chat.completions.with_raw_response.create(**asked, stream=True)
+    list(taken.parse())
+    with pytest.raises(openai.RateLimitError) as chat:
+        limited.chat.completions.create(**asked)
+    with pytest.raises(openai.RateLimitError) as responses:
+        limited.responses.create(model="plain", input="Hi", stream=True)
+    for headers in (taken.headers, chat.value.response.headers, responses.value.response.headers):
+        assert (headers["x-ratelimit-limit-requests"], headers["x-ratelimit-remaining-requests"]) == ("1", "0")
+        assert headers["x-ratelimit-reset-requests"].endswith("s")
+        assert headers["x-ratelimit-limit-tokens"] == "100"
+        assert 0 < int(headers["x-ratelimit-remaining-tokens"]) <= 100
+    with messages_client(world, world.limited) as other, pytest.raises(anthropic.RateLimitError) as messages:
+        other.messages.create(**asked)
+    refused = messages.value.response.headers
+    assert refused["anthropic-ratelimit-requests-remaining"] == "0"
+    assert datetime.fromisoformat(refused["anthropic-ratelimit-requests-reset"]) > datetime.now(UTC)
+    assert int(refused["retry-after"]) > 60
+
+
+def test_responses_are_the_tenants(world: Served, client: openai.OpenAI) -> None:
+    """L25: any key of the tenant finds them, one that was revoked or is another tenant's does not."""
+    made = client.responses.create(model="plain", input="Hi", max_output_tokens=2)
+    assert made.store is True
+    other = client.with_options(api_key=world.other)
+    assert other.responses.retrieve(made.id).id == made.id
+    assert other.responses.create(model="plain", input="x", previous_response_id=made.id, max_output_tokens=2).store
+    with pytest.raises(openai.NotFoundError):
+        client.with_options(api_key=world.limited).responses.retrieve(made.id)
+    revoked = next(one for one in world.keys.keys if one.id == other.api_key.split("_")[1])
+    world.keys = world.keys.without(revoked.id, time.time())
+    world.write_keys()
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            other.models.list()
+        except openai.AuthenticationError:
+            break
+        time.sleep(0.2)
+    with pytest.raises(openai.AuthenticationError):
+        other.responses.retrieve(made.id)
+    with pytest.raises(openai.AuthenticationError):
+        other.responses.create(model="plain", input="x", previous_response_id=made.id)
+    client.responses.delete(made.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(made.id)
+
+
+async def test_a_gateway_without_the_clusters_certificate_gets_nothing(world: Served) -> None:
+    """L25: neither another authority's, nor none, nor plain text; one of role `client` is enough."""
+    own = world.cluster.run_dir / TLS_FOLDER
+    foreign = world.folder / "foreign"
+    make_authority(foreign)
+    strange = issue(foreign, Peer(PeerRole.CLIENT))
+    good = files_of(own, "client")
+    entry = ModelEntry(
+        name="plain", router=world.cluster.router, folder=world.folder / "plain", protocol="template",
+        router_model="tiny",
+    )  # fmt: skip
+    assets = load_assets(entry.folder, entry)
+
+    async def tenant(tls: Tls | None) -> str:
+        upstream = Upstream(entry, assets, RpcSettings(), tls, 20.0)
+        try:
+            return await upstream.tenant(world.key)
+        finally:
+            await upstream.close()
+
+    assert await tenant(Tls(good.ca, good.cert, good.key)) == "acme"
+    for tls in (Tls(good.ca, strange.cert, strange.key), Tls(good.ca, None, None), None):
+        with pytest.raises((Unavailable, DeadlineExceeded)):
+            await tenant(tls)
+    with pytest.raises((Unavailable, DeadlineExceeded)):  # and a router of another authority is not believed
+        await tenant(Tls(strange.ca, strange.cert, strange.key))
 
 
 def test_a_client_that_leaves(world: Served, client: openai.OpenAI) -> None:

@@ -15,7 +15,7 @@ from headrace.services.gateway.settings import ResponsesSection
 from headrace.services.runtime.errors import Unavailable
 from tests.kvcache.index.redis_server import RedisServer
 
-LIMITS = ResponsesSection(per_credential=2, max_credentials=2, deadline_ms=60_000)
+LIMITS = ResponsesSection(per_tenant=2, max_tenants=2, deadline_ms=60_000)
 
 
 @pytest.fixture(scope="module")
@@ -36,41 +36,50 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[ResponseStore]:
     await made.close()
 
 
-def stored(identifier: str) -> bytes:
-    return encode(Stored("m", {"id": identifier, "output": []}, [{"role": "user", "content": "ü"}]))
+def stored(owner: str, identifier: str) -> bytes:
+    return encode(Stored(owner, "m", {"id": identifier, "output": []}, [{"role": "user", "content": "ü"}]))
+
+
+def test_owners_are_tenants_of_one_model() -> None:
+    """L25: equal names in two clusters are two tenants, and no two pairs of names look alike."""
+    assert owner_of("m", "acme") == owner_of("m", "acme")
+    assert len({owner_of("m", "acme"), owner_of("n", "acme"), owner_of("m", "x"), owner_of("ma", "cme")}) == 4
 
 
 async def test_what_is_kept(store: ResponseStore) -> None:
-    one, other = owner_of("key-1"), owner_of("key-2")
-    await store.put(one, "a", stored("a"))
-    found = await store.get(one, "a")
+    """A tenant's bound is its own, and nobody else's responses go for it."""
+    one, other = owner_of("m", "one"), owner_of("m", "other")
+    await store.put(other, "z", stored(other, "z"))
+    await store.put(one, "a", stored(one, "a"))
+    found = await store.get("a")
     assert found is not None
-    assert (found.response["id"], found.items[0]["content"]) == ("a", "ü")
-    assert await store.get(other, "a") is None
-    assert await store.delete(other, "a") is False
-    await store.put(one, "b", stored("b"))
-    await store.put(one, "c", stored("c"))
-    assert await store.get(one, "a") is None
-    assert await store.get(one, "c") is not None
+    assert (found.owner, found.response["id"], found.items[0]["content"]) == (one, "a", "ü")
+    await store.put(one, "b", stored(one, "b"))
+    await store.put(one, "c", stored(one, "c"))
+    assert await store.get("a") is None
+    assert await store.get("c") is not None
     assert await store.delete(one, "c") is True
-    assert await store.get(one, "c") is None
+    assert await store.delete(one, "c") is False
+    assert await store.get("c") is None
+    assert await store.get("z") is not None
 
 
-async def test_memory_is_bounded_in_keys_and_time() -> None:
+async def test_memory_is_bounded_in_tenants_and_time() -> None:
     now = 0.0
     store = MemoryStore(LIMITS, lambda: now)
-    for key in ("a", "b", "c"):
-        await store.put(owner_of(key), "x", stored("x"))
-    assert await store.get(owner_of("a"), "x") is None
-    assert await store.get(owner_of("c"), "x") is not None
+    for name in ("a", "b", "c"):
+        owner = owner_of("m", name)
+        await store.put(owner, f"of {name}", stored(owner, "x"))
+    assert await store.get("of a") is None
+    assert await store.get("of c") is not None
     now = LIMITS.keep_seconds + 1.0
-    assert await store.get(owner_of("c"), "x") is None
+    assert await store.get("of c") is None
 
 
 async def test_a_redis_that_is_away() -> None:
     """L6, L12: said, within the deadline."""
     nowhere = open_store(ResponsesSection(redis=SecretStr("redis://127.0.0.1:1/0"), deadline_ms=500))
-    calls: list[Any] = [nowhere.get("o", "x"), nowhere.put("o", "x", json.dumps({}).encode()), nowhere.delete("o", "x")]
+    calls: list[Any] = [nowhere.get("x"), nowhere.put("o", "x", json.dumps({}).encode()), nowhere.delete("o", "x")]
     for call in calls:
         with pytest.raises(Unavailable):
             await call

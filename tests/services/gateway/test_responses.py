@@ -51,7 +51,7 @@ async def test_a_stream(world: World, client: Any) -> None:
 
 
 async def test_it_goes_on_from_a_stored_one(world: World, client: Any) -> None:
-    """L12: bounded for each credential; L25: another key finds nothing."""
+    """L12: bounded for each tenant; L25: another tenant finds nothing, and a key that is good no more is refused."""
     world.router.script = says("Paris")
     first = await client.responses.create(model="plain", input="France?")
     assert first.store is True
@@ -62,11 +62,15 @@ async def test_it_goes_on_from_a_stored_one(world: World, client: Any) -> None:
     assert (await client.responses.retrieve(first.id)).output_text == "Paris"
     items = await client.responses.input_items.list(second.id)
     assert [item.role for item in items.data] == ["user", "assistant", "user"]
+    world.router.tenants = {"rotated": "of key-1"}
+    assert (await client.with_options(api_key="rotated").responses.retrieve(first.id)).output_text == "Paris"
     stranger = client.with_options(api_key="key-2")
     with pytest.raises(openai.NotFoundError):
         await stranger.responses.retrieve(first.id)
     with pytest.raises(openai.NotFoundError):
         await stranger.responses.create(model="plain", input="x", previous_response_id=first.id)
+    with pytest.raises(openai.NotFoundError):
+        await stranger.responses.delete(first.id)
     await client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(first.id)
