@@ -242,12 +242,22 @@ class AttachHub:
             if journal is not None and not self._goes_on(journal, attached, stream, is_first=is_first):
                 continue
             keys.append(key)
+        if is_first:
+            self._note_ended(stream, request)
         if not keys:
             return
         for key in await self.link.call(Renew(tuple(keys))):
             if key not in self._journals:
                 stream.unknown.append(attempt_id(key))
                 stream.wake.set()
+
+    def _note_ended(self, stream: RouterStream, first: decode_pb2.AttachRequest) -> None:
+        """A new stream names what its router still has. The ends of others are sent all the same: as long as they are
+        neither sent nor without a router, they are kept, and a drain waits for them."""
+        named = {request_key(attached.id) for attached in first.requests}
+        for journal in self._journals.all():
+            if journal.router == stream.router and journal.ended_at is not None and journal.key not in named:
+                stream.note(journal.key)
 
     def _goes_on(
         self, journal: RequestJournal, attached: decode_pb2.AttachedRequest, stream: RouterStream, *, is_first: bool

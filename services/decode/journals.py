@@ -69,10 +69,12 @@ class Journals:
         )
 
     def reap(self, now: float, attached: Callable[[str], bool]) -> None:
-        """Forget requests that ended long enough ago; those that an attached router has yet to take stay (L9)."""
+        """Forget requests that ended long enough ago; those that an attached router has yet to take stay (L9). One that
+        adopted a request and has not come for it in an orphan's time is not waited for."""
         for key, journal in tuple(self._journals.items()):
             if journal.ended_at is None:
                 continue
             kept_s = self._linger_s if journal.delivered else max(self._linger_s, self._orphan_s)
-            if now - journal.ended_at >= kept_s and (journal.delivered or not attached(journal.router)):
+            waited_for = not journal.delivered and not journal.adopted and attached(journal.router)
+            if now - journal.ended_at >= kept_s and not waited_for:
                 self.drop(key)

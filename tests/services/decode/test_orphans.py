@@ -252,3 +252,37 @@ async def test_a_request_that_was_cancelled_is_not_handed_over() -> None:
     await old.next()
     assert site.hub.adopt("r", CONTENT, [1], NEW) is None
     await old.close()
+
+
+async def test_ends_that_a_new_stream_does_not_name_are_sent_and_forgotten() -> None:
+    """L9, L19: a router gives a request up while its stream is broken; nothing waits for it for ever."""
+    site = Hub()
+    given_up, kept = site.begin("given-up"), site.begin("kept")
+    site.ends(given_up)
+    site.ends(kept)
+    stream = site.attach(OLD, attached(kept))
+    await stream.next()
+    told = (await stream.next()).requests
+    assert {events.id.request_id for events in told} == {"given-up", "kept"}
+    assert site.hub.undelivered == 0
+    site.clock.advance(5.0)
+    site.hub.reap()
+    assert given_up not in site.journals
+    await stream.close()
+
+
+async def test_an_adopter_that_never_comes_is_not_waited_for() -> None:
+    """L8, L9: it asked for a request, and its stream, which is there, never names it."""
+    site = Hub()
+    key = site.begin()
+    site.brings(key, 0, 1)
+    stream = site.attach(NEW)
+    await stream.next()
+    assert site.hub.adopt("r", CONTENT, [0], NEW) is not None
+    site.ends(key)
+    for seconds, there in ((9.0, True), (1.0, False)):
+        site.clock.advance(seconds)
+        site.hub.reap()
+        assert (key in site.journals) is there
+    assert site.hub.undelivered == 0
+    await stream.close()
