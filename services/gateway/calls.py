@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, Protocol
 
 import deepseek_recipe as recipe
 
-from headrace.services.gateway import fields, hermes
+from headrace.services.gateway import cache_points, fields, hermes
 from headrace.services.gateway.constraints import constraint_of
 from headrace.services.gateway.errors import from_recipe
 from headrace.services.gateway.prompts import (
@@ -17,7 +17,7 @@ from headrace.services.gateway.prompts import (
     render_template,
     render_v41,
     special_tokens,
-    unused_mark,
+    unused_marks,
     wire_images,
 )
 from headrace.services.gateway.upstream import Upstream
@@ -53,10 +53,6 @@ class Api(Protocol):
 
     def one_call_only(self, body: Body) -> bool:
         """At most one tool may be called."""
-        ...
-
-    def traffic_class(self, body: Body) -> common_pb2.TrafficClass.ValueType:
-        """What the body says of it; headers overrule it."""
         ...
 
 
@@ -102,9 +98,12 @@ def make_call(api: Api, body: Body, upstream: Upstream, model: inference_pb2.Mod
     fields.check(api.name, body)
     given = {name: value for name, value in body.items() if value is not None}
     v41 = upstream.entry.protocol == "v4.1"
-    mark = unused_mark(body)
+    mark, point = unused_marks(body)
+    cached = cache_points.marks(given) if api.name == "messages" else []
     options = _options(upstream, model, mark, thinking=upstream.entry.thinking and not _forces_tool(given))
     read = {**api.recipe_body(given, upstream), "model": upstream.name}
+    if cached and v41:
+        read["messages"] = cache_points.with_points(read["messages"], point)
     try:
         reader = api.request_class(read)
         echo = reader.echo() if isinstance(reader, recipe.ResponsesRequest) else None
@@ -121,11 +120,17 @@ def make_call(api: Api, body: Body, upstream: Upstream, model: inference_pb2.Mod
     prefilled = api.name == "messages" and bool(_prefill(conversation))
     if prefilled:
         conversation = _continuing(conversation)
-    rendered = (render_v41 if v41 else render_template)(conversation, upstream.assets, mark)
+    rendered = (
+        render_v41(conversation, upstream.assets, mark, point)
+        if v41
+        else render_template(conversation, upstream.assets, mark)
+    )
     stops = tuple(converted.parsing_options.stop_sequences) or stops_of(given)
     request = _request(given, converted, rendered, stops, v41=v41, low_detail_tokens=low_detail_tokens)
     offered = conversation.tool_choice != "none" and bool(conversation.tools)
-    request.traffic_class = api.traffic_class(given)
+    if cached:
+        request.traffic_class = common_pb2.TRAFFIC_CLASS_AGENT  # which headers overrule
+        request.snapshot_at.extend(cache_points.snapshot_positions(cached, rendered, model.block_tokens))
     tools = frozenset(tool.name for tool in conversation.tools) if offered and not v41 else frozenset()
     if tools and request.sampling.HasField("logprobs"):
         raise Unimplemented("logprobs", "not beside tools with this model; leave one of them out")

@@ -58,9 +58,6 @@ class ChatApi:
     def one_call_only(self, body: Body) -> bool:
         return body.get("parallel_tool_calls") is False
 
-    def traffic_class(self, body: Body) -> common_pb2.TrafficClass.ValueType:
-        return common_pb2.TRAFFIC_CLASS_UNSPECIFIED
-
 
 def only_functions(tools: Iterable[Any], kinds: Container[str]) -> None:
     """Raises Unimplemented for a tool that somebody else than the client would have to run."""

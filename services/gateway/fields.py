@@ -195,7 +195,7 @@ MESSAGES: Final[Mapping[str, Field]] = {
     "output_format": Field(OBJECT, "json_schema"),
     "metadata": Field(OBJECT, "no effect"),
     "service_tier": _TIER,
-    "cache_control": Field(OBJECT, "traffic class AGENT"),
+    "cache_control": Field(OBJECT, "also on blocks, up to 4: traffic class AGENT; v4.1: a snapshot; `ttl`: no effect"),
     "speed": Field({"enum": [None, "standard"]}, "there is one speed"),
     "user_profile_id": Field(_NOTHING, "no profiles", supported=False),
     "workspace_id": Field(_NOTHING, "no workspaces", supported=False),

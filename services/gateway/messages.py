@@ -65,16 +65,6 @@ class MessagesApi:
     def one_call_only(self, body: Body) -> bool:
         return bool(body.get("tool_choice", {}).get("disable_parallel_tool_use"))
 
-    def traffic_class(self, body: Body) -> common_pb2.TrafficClass.ValueType:
-        """Who marks prefixes for the cache comes back to them."""
-        marked = "cache_control" in body or any(map(_marked, (body.get("system"), body.get("tools"))))
-        marked = marked or any(_marked(message.get("content")) for message in body["messages"])
-        return common_pb2.TRAFFIC_CLASS_AGENT if marked else common_pb2.TRAFFIC_CLASS_UNSPECIFIED
-
-
-def _marked(blocks: Any) -> bool:
-    return isinstance(blocks, list) and any(isinstance(one, Mapping) and one.get("cache_control") for one in blocks)
-
 
 class Messages:
     """The endpoints."""

@@ -41,15 +41,20 @@ class Rendered:
     images: tuple[recipe.ImageSource, ...]
     in_call: bool = False
     """The prompt ends inside a tool call that the model has to complete (`template`)."""
+    points: tuple[int, ...] = ()
+    """Tokens before the end of each marked text that stands before the first image (`v4.1`)."""
+    system_end: int = 0
+    """Tokens before the first turn of the user, tools included (`v4.1`)."""
 
 
-def unused_mark(body: Any) -> str:
-    """A noncharacter that no text of the body has; it stands for images on the way through deepseek-recipe."""
+def unused_marks(body: Any) -> tuple[str, str]:
+    """Two noncharacters that no text of the body has. They go through deepseek-recipe for images, and for the ends of
+    marked prefixes."""
     text = json.dumps(body, ensure_ascii=False)
-    for code in range(0xFDD0, 0xFDF0):
-        if chr(code) not in text:
-            return chr(code)
-    raise InvalidArgument("the request uses every Unicode noncharacter; remove U+FDD0 … U+FDEF from it")
+    unused = [chr(code) for code in range(0xFDD0, 0xFDF0) if chr(code) not in text]
+    if len(unused) < 2:
+        raise InvalidArgument("the request uses every Unicode noncharacter; remove U+FDD0 … U+FDEF from it")
+    return unused[0], unused[1]
 
 
 def special_tokens(mark: str) -> recipe.SpecialTokens:
@@ -57,25 +62,42 @@ def special_tokens(mark: str) -> recipe.SpecialTokens:
     return recipe.SpecialTokens(image=mark)
 
 
-def render_v41(conversation: recipe.Conversation, assets: TextAssets, mark: str) -> Rendered:
-    """DeepSeek's encoding. Raises InvalidArgument for what it refuses."""
+def render_v41(conversation: recipe.Conversation, assets: TextAssets, mark: str, point: str) -> Rendered:
+    """DeepSeek's encoding; each `point` in it becomes one of the prompt's. Raises InvalidArgument for what it
+    refuses."""
     encoding = recipe.DeepseekV41Encoding().with_special_tokens(special_tokens(mark))
     try:
         rendered = encoding.render_conversation(conversation)
     except (ValueError, RuntimeError) as error:
         raise InvalidArgument(f"the v4.1 encoding refused the messages: {error}", field="messages") from error
     ids: list[int] = []
+    points: list[int] = []
+    system_end = 0
+    images = False
+
+    def take(text: str) -> None:
+        before, found, rest = text.partition(point)
+        while found and not images:  # an image's length is the router's to know
+            points.append(len(ids) + len(assets.tokenizer.encode_plain(before)))
+            more, found, rest = rest.partition(point)
+            before += more
+        ids.extend(assets.tokenizer.encode_plain(text.replace(point, "")))
+
     at = 0
+    user = recipe.SpecialToken.User.default_str()
     for start, end in rendered.special_ranges:
-        ids += assets.tokenizer.encode_plain(rendered.prompt[at:start])
+        take(rendered.prompt[at:start])
         spelling = rendered.prompt[start:end]
+        if spelling == user and not system_end:
+            system_end = len(ids)
         if spelling == mark:
             ids.append(_image_id(assets))
+            images = True
         else:
             ids.append(assets.tokenizer.special_id(spelling))
         at = end
-    ids += assets.tokenizer.encode_plain(rendered.prompt[at:])
-    return Rendered(tuple(ids), tuple(rendered.image_sources))
+    take(rendered.prompt[at:])
+    return Rendered(tuple(ids), tuple(rendered.image_sources), points=tuple(points), system_end=system_end)
 
 
 def render_template(conversation: recipe.Conversation, assets: TextAssets, mark: str) -> Rendered:

@@ -69,9 +69,6 @@ class ResponsesApi:
     def one_call_only(self, body: Body) -> bool:
         return body.get("parallel_tool_calls") is False
 
-    def traffic_class(self, body: Body) -> common_pb2.TrafficClass.ValueType:
-        return common_pb2.TRAFFIC_CLASS_UNSPECIFIED
-
 
 class Responses:
     """The endpoints."""

@@ -117,7 +117,9 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer):
         caller = await self._check(context)
         identity = common_pb2.ModelIdentity(name="m", model_fingerprint=b"a" * 32, layout_fingerprint=b"b" * 32)
         limits = inference_pb2.ModelLimits(context_tokens=4096, max_tokens=512, max_n=8, max_images=4)
-        model = inference_pb2.Model(identity=identity, family="fake", limits=limits, eos_token_ids=[FILE.eos_token_id])
+        model = inference_pb2.Model(
+            identity=identity, family="fake", limits=limits, eos_token_ids=[FILE.eos_token_id], block_tokens=8
+        )
         return inference_pb2.ListModelsResponse(models=[model], caller=caller)
 
     async def CountTokens(self, request: Any, context: Any) -> inference_pb2.CountTokensResponse:

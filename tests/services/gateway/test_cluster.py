@@ -255,6 +255,21 @@ async def test_a_gateway_without_the_clusters_certificate_gets_nothing(world: Se
         await tenant(Tls(strange.ca, strange.cert, strange.key))
 
 
+def test_a_marked_prefix_is_there_for_the_next_conversation(world: Served, client: openai.OpenAI) -> None:
+    """L4, L27: with a mark the second conversation already finds the system's text, without one it does not."""
+    read = {}
+    with messages_client(world, world.key) as other:
+        for name, mark in (("marked", {"cache_control": {"type": "ephemeral"}}), ("plain", {})):
+            system: Any = [{"type": "text", "text": f"{name}: " + "You know all about water. " * 30, **mark}]
+            for question in ("What is a headrace? " * 60, "And a weir? " * 90):  # prompts' ends get snapshots anyway
+                told = other.messages.create(
+                    model="tiny", max_tokens=1, system=system, messages=[{"role": "user", "content": question}]
+                )
+            read[name] = told.usage.cache_read_input_tokens
+    assert read["marked"] >= 512
+    assert read["plain"] == 0
+
+
 def test_a_client_that_leaves(world: Served, client: openai.OpenAI) -> None:
     """L10: `client` waits until the router has nothing left."""
     stream = client.chat.completions.create(model="plain", messages=HI, stream=True, max_tokens=2000, seed=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from typing import Any
 
 import anthropic
@@ -98,6 +99,55 @@ async def test_a_schema_an_image_and_a_marked_prefix(world: World, client: Any) 
     assert list(request.constraint.after_token_ids) == [TOKENIZER.special_id("</think>")]
     assert request.traffic_class == common_pb2.TRAFFIC_CLASS_AGENT
     assert "be brief" in world.router.prompt_text()
+
+
+async def test_marked_prefixes(world: World, client: Any) -> None:
+    """L4: a snapshot is asked for where a marked prefix ends, in whole blocks and before the first image; the marks
+    leave no trace in the prompt."""
+    mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(b"picture").decode()}
+
+    def turns(**more: Any) -> Any:
+        result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "sunny"}], **more}
+        picture = [{"type": "image", "source": source}, {"type": "text", "text": "see", **more}]
+        asked = [{"type": "text", "text": "Where? " * 9, **more}, {"type": "text", "text": "x"}]
+        return [
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]},
+            {"role": "user", "content": [result, *picture]},
+        ]
+
+    world.router.script = says("</think>ok")
+    body: Any = {"model": "v41", "max_tokens": 9, "system": "be brief", "tools": [TOOL]}
+    await client.messages.create(**body, messages=turns())
+    await client.messages.create(**{**body, "tools": [{**TOOL, **mark}]}, messages=turns(**mark))
+    plain, marked = world.router.requests
+    assert plain.prompt == marked.prompt
+    assert (plain.traffic_class, list(plain.snapshot_at)) == (common_pb2.TRAFFIC_CLASS_UNSPECIFIED, [])
+    assert marked.traffic_class == common_pb2.TRAFFIC_CLASS_AGENT
+    ids = list(marked.prompt.tokens.token_ids)
+    text = world.router.prompt_text()
+    wanted = [text.index("<｜User｜>"), text.index("Where? " * 9) + 63, text.index("sunny") + 5]
+    before = [len(TOKENIZER.encode_trusted(text[:end])) for end in wanted]
+    assert list(marked.snapshot_at) == [count // 8 * 8 for count in before]
+    assert max(marked.snapshot_at) < len(ids)
+
+
+@pytest.mark.parametrize(
+    ("mark", "field"),
+    [
+        ({"type": "forever"}, "system[0].cache_control"),
+        ({"type": "ephemeral", "ttl": "2h"}, "system[0].cache_control.ttl"),
+        ({"type": "ephemeral", "scope": "global"}, "system[0].cache_control.scope"),
+    ],
+)
+async def test_marks_that_are_refused(client: Any, mark: Any, field: str) -> None:
+    asked: Any = {"model": "v41", "max_tokens": 9, "messages": HI}
+    with pytest.raises(anthropic.BadRequestError, match=re.escape(field)):
+        await client.messages.create(**asked, system=[{"type": "text", "text": "x", "cache_control": mark}])
+    good = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+    with pytest.raises(anthropic.BadRequestError, match=r"system\[4\].cache_control: at most 4"):
+        await client.messages.create(**asked, system=[good] * 5)
 
 
 async def test_counted_tokens(world: World, client: Any) -> None:
