@@ -138,7 +138,14 @@ def make_call(api: Api, body: Body, upstream: Upstream, model: inference_pb2.Mod
         if v41:
             raise Unimplemented("parallel_tool_calls", "calls of this model are not held to one; leave it out")
         request.stop.stop.append(hermes.CLOSE)
-    constraint = constraint_of(api.response_format(given), converted, conversation, rendered, upstream.assets.tokenizer)
+    constraint = constraint_of(
+        api.response_format(given),
+        converted,
+        conversation,
+        rendered,
+        upstream.assets.tokenizer,
+        several=not api.one_call_only(given) and not _names_tool(given),
+    )
     if constraint is not None:
         request.constraint.CopyFrom(constraint)
     identifier = api.id_prefix + new_request_id()
@@ -209,9 +216,13 @@ def _options(upstream: Upstream, model: inference_pb2.Model, mark: str, *, think
 def _forces_tool(given: Body) -> bool:
     """A forced call comes without reasoning, unless the request says otherwise."""
     choice = given.get("tool_choice")
-    if isinstance(choice, Mapping):
-        return choice.get("type") in ("function", "tool", "any", "custom")
-    return choice == "required"
+    return _names_tool(given) or choice == "required" or (isinstance(choice, Mapping) and choice.get("type") == "any")
+
+
+def _names_tool(given: Body) -> bool:
+    """One tool has to be called, and no other."""
+    choice = given.get("tool_choice")
+    return isinstance(choice, Mapping) and choice.get("type") in ("function", "tool", "custom")
 
 
 def _requiring(conversation: recipe.Conversation) -> recipe.Conversation:

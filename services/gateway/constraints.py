@@ -21,13 +21,17 @@ def constraint_of(
     conversation: recipe.Conversation,
     rendered: Rendered,
     tokenizer: Tokenizer,
+    *,
+    several: bool,
 ) -> common_pb2.Constraint | None:
-    """`wanted` is a response_format. A forced call has a form of its own, and none beside it.
-    The text is free while the model reasons.
+    """`wanted` is a response_format. A forced call has a form of its own, and none beside it; `several`: more calls may
+    follow it. The text is free while the model reasons.
 
     Raises Unimplemented, InvalidArgument naming response_format.
     """
     if rendered.in_call:
+        if several:
+            return common_pb2.Constraint(structural_tag=_text(hermes.calls_tag(conversation.tools)))
         return common_pb2.Constraint(json_schema=_text(hermes.call_schema(conversation.tools)))
     made = _of_format(wanted, converted)
     if made is not None and conversation.tools and conversation.tool_choice != "none":

@@ -67,10 +67,11 @@ _STOP: Final = Field(
 )
 _N: Final = Field(_integer(1, 128), "as many as the router allows")
 _TOOLS: Final = Field(
-    ARRAY, "functions; a forced call is held to its schema with protocol `template`, other calls are not"
+    ARRAY, "functions; forced calls are held to their schemas with protocol `template`, other calls are not"
 )
 _CHOICE: Final = Field(
-    _null({"anyOf": [TEXT, {"type": "object"}]}), "`auto`, `none`, `required`, or one function; a forced call is direct"
+    _null({"anyOf": [TEXT, {"type": "object"}]}),
+    "`auto`, `none`, `required` (one call or more), or one function (one call); forced calls are direct",
 )
 _PARALLEL: Final = Field(BOOLEAN, "`false` with protocol `template` only")
 _PLAIN: Final = {"enum": [None, False]}
@@ -189,7 +190,7 @@ MESSAGES: Final[Mapping[str, Field]] = {
     "top_k": _TOP_K,
     "stop_sequences": Field(_null({"type": "array", "items": TEXT, "maxItems": 16}), _STOP.note),
     "tools": _TOOLS,
-    "tool_choice": Field(OBJECT, "`auto`, `any`, `tool`, `none`"),
+    "tool_choice": Field(OBJECT, "`auto`, `any` (one call or more), `tool` (one call), `none`"),
     "thinking": Field(OBJECT, "v4.1; `disabled` everywhere; a budget is not enforced"),
     "output_config": Field(OBJECT, "`format`: json_schema; `effort`: v4.1"),
     "output_format": Field(OBJECT, "json_schema"),

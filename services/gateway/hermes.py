@@ -69,6 +69,15 @@ def call_schema(tools: Sequence[recipe.ToolDefinition]) -> dict[str, Any]:
     return branches[0] if len(branches) == 1 else {"anyOf": branches}
 
 
+def calls_tag(tools: Sequence[recipe.ToolDefinition]) -> dict[str, Any]:
+    """Structural tag of one or more calls, the first of which the prompt has opened."""
+    call = {"type": "json_schema", "json_schema": call_schema(tools)}
+    close = {"type": "const_string", "value": f"\n{CLOSE}"}
+    further = [{"type": "const_string", "value": f"\n{OPEN}"}, call, close]
+    more = {"type": "star", "content": {"type": "sequence", "elements": further}}
+    return {"type": "sequence", "elements": [call, close, more]}
+
+
 class CallReader:
     """Turns a model's text, piece by piece, into text with deepseek-recipe's markup."""
 

@@ -11,6 +11,8 @@ import openai
 import pytest
 import pytest_asyncio
 
+from headrace.engine.masks.library import xgrammar
+from headrace.engine.text.structural_tags import from_structural_tag
 from headrace.services.runtime.errors import (
     Internal,
     InvalidArgument,
@@ -114,6 +116,30 @@ async def test_a_forced_tool(world: World, client: Any) -> None:
     request = world.router.requests[-1]
     assert json.loads(request.constraint.json_schema)["properties"]["name"] == {"const": "f"}
     assert world.router.prompt_text().endswith("<tool_call>\n")
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+async def test_some_tool(world: World, client: Any, parallel: bool) -> None:
+    """`required`: one call, and behind it as many more as the model likes, unless the client forbids them."""
+    call = '{{"name":"f","arguments":{{"x":{}}}}}'
+    first, second = call.format(1), call.format(2)
+    text = f"{first}\n</tool_call>\n<tool_call>\n{second}\n</tool_call>" if parallel else first
+    world.router.script = says(*text.partition("}}"))
+    asked: Any = {"model": "plain", "messages": HI, "tools": [TOOL], "tool_choice": "required"}
+    asked["parallel_tool_calls"] = parallel
+    calls = (await client.chat.completions.create(**asked)).choices[0].message.tool_calls
+    assert [json.loads(one.function.arguments) for one in calls] == [{"x": 1}, {"x": 2}][: 1 + parallel]
+    assert len({one.id for one in calls}) == len(calls)
+    constraint = world.router.requests[-1].constraint
+    assert constraint.WhichOneof("language") == ("structural_tag" if parallel else "json_schema")
+    if parallel:
+        tag = xgrammar.Grammar.from_structural_tag(from_structural_tag(constraint.structural_tag).text)
+        info = xgrammar.TokenizerInfo([bytes([byte]) for byte in range(256)], stop_token_ids=[0])
+        compiled = xgrammar.GrammarCompiler(info).compile_grammar(tag)
+        for output, good in ((text, True), (f"{first}\n</tool_call>", True), (first, False), ("", False)):
+            matcher = xgrammar.GrammarMatcher(compiled)
+            assert (matcher.accept_string(output) and matcher.accept_token(0)) is good, output
+        assert not xgrammar.GrammarMatcher(compiled).accept_string(text.replace("2", "2,"))
 
 
 async def test_what_samples_goes_on(world: World, client: Any) -> None:
