@@ -137,7 +137,8 @@ def make_call(api: Api, body: Body, upstream: Upstream, model: inference_pb2.Mod
     if api.one_call_only(given) and offered:
         if v41:
             raise Unimplemented("parallel_tool_calls", "calls of this model are not held to one; leave it out")
-        request.stop.stop.append(hermes.CLOSE)
+        if not rendered.in_call:  # a grammar ends a forced call, which may have the tag in a string
+            request.stop.stop.append(hermes.CLOSE)
     constraint = constraint_of(
         api.response_format(given),
         converted,

@@ -21,6 +21,8 @@ RESULT_CLOSE: Final = "\n</tool_response>"
 DELIMITER: Final = "\U0010fffe"
 """A noncharacter; what a model writes of it is removed before it is read."""
 _TAG: Final = "<tool_call>"
+_STRING_OR_CLOSE = re.compile(rf'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|{CLOSE}', re.DOTALL)
+"""Of JSON: a string, which may lack its end as yet."""
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,256}")
 
 
@@ -94,11 +96,13 @@ class CallReader:
         out = ""
         while True:
             if self._in_call:
-                body, closed, rest = self._held.partition(CLOSE)
-                if not closed:
+                at = _close(self._held)
+                if at < 0:
                     return out
-                out += self._call(body, CLOSE)
-                self._in_call, self._held = False, rest
+                if _parse(self._held[:at], self._names) is None:  # what looked like strings may have been none
+                    at = self._held.index(CLOSE)
+                out += self._call(self._held[:at], CLOSE)
+                self._in_call, self._held = False, self._held[at + len(CLOSE) :]
                 continue
             before, opened, rest = self._held.partition(_TAG)
             if opened:
@@ -111,8 +115,15 @@ class CallReader:
             return out
 
     def finish(self) -> str:
-        """The rest: a call that the end cut, or that a stop string closed, counts if it is whole JSON."""
-        rest = self._call(self._held, "") if self._in_call else self._plain(self._held)
+        """The rest: a call that the end cut, or that a stop string closed, counts if it is whole JSON. A string that
+        never ends held no tags."""
+        rest = ""
+        while self._in_call and CLOSE in self._held and _parse(self._held, self._names) is None:
+            body, _, held = self._held.partition(CLOSE)
+            rest += self._call(body, CLOSE)
+            self._in_call, self._held = False, ""
+            rest += self.feed(held)
+        rest += self._call(self._held, "") if self._in_call else self._plain(self._held)
         self._held, self._in_call = "", False
         return rest + (f"</{DELIMITER} calls>" if self._calls else "")
 
@@ -133,6 +144,11 @@ class CallReader:
         begin = "" if self._calls else f"\n\n<{DELIMITER} calls>\n"
         self._calls += 1
         return f'{begin}<{DELIMITER} invoke name="{name}">\n{parameters}</{DELIMITER} invoke>\n'
+
+
+def _close(text: str) -> int:
+    """Where the closing tag of a call is, −1: not yet. Inside a string of the call it is text."""
+    return next((found.start() for found in _STRING_OR_CLOSE.finditer(text) if found[0] == CLOSE), -1)
 
 
 def _parse(body: str, names: frozenset[str]) -> tuple[str, dict[str, Any]] | None:
