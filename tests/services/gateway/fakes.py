@@ -36,7 +36,13 @@ PATIENCE_S = 60.0
 def tokens_event(text: str, choice: int = 0, offset: int = 0, top: int | None = None) -> inference_pb2.GenerateResponse:
     """One event; the text's special tokens are ids without text, as decode sends them."""
     ids = TOKENIZER.encode_trusted(text)
-    event = common_pb2.TokensEvent(choice=choice, offset=offset, token_ids=ids, text=TOKENIZER.decode(ids))
+    return ids_event(ids, TOKENIZER.decode(ids), choice, offset, top)
+
+
+def ids_event(
+    ids: Sequence[int], text: str, choice: int = 0, offset: int = 0, top: int | None = None
+) -> inference_pb2.GenerateResponse:
+    event = common_pb2.TokensEvent(choice=choice, offset=offset, token_ids=ids, text=text)
     if top is not None:
         for token in ids:
             one = common_pb2.TokenLogprob(token_id=token, logprob=-0.5, text=TOKENIZER.token_bytes(token))
@@ -98,6 +104,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer):
     """Tenants of keys; any other key is a tenant's of its own."""
     levels: inference_pb2.Caller = field(default_factory=inference_pb2.Caller)
     """What is left of everybody's rates."""
+    max_tokens: int = 512
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> AsyncIterator[Any]:
         self.requests.append(request)
@@ -116,7 +123,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer):
     async def ListModels(self, request: Any, context: Any) -> inference_pb2.ListModelsResponse:
         caller = await self._check(context)
         identity = common_pb2.ModelIdentity(name="m", model_fingerprint=b"a" * 32, layout_fingerprint=b"b" * 32)
-        limits = inference_pb2.ModelLimits(context_tokens=4096, max_tokens=512, max_n=8, max_images=4)
+        limits = inference_pb2.ModelLimits(context_tokens=4096, max_tokens=self.max_tokens, max_n=8, max_images=4)
         model = inference_pb2.Model(
             identity=identity, family="fake", limits=limits, eos_token_ids=[FILE.eos_token_id], block_tokens=8
         )
