@@ -1,6 +1,7 @@
 """What the three examples of the HTTP APIs share: a gateway in front of two clusters, SmolLM2 and DeepSeek-V4.1-tiny.
 
-HEADRACE_GATEWAY=http://host:port uses one that runs already, with models of these names.
+HEADRACE_GATEWAY=http://host:port and HEADRACE_ROUTER=host:port use a gateway that runs already, with models of these
+names, and the router of its text model, which nobody else may use meanwhile.
 """
 
 from __future__ import annotations
@@ -8,19 +9,25 @@ from __future__ import annotations
 import base64
 import io
 import os
-from collections.abc import Callable, Iterator
+import sys
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final
 
 import PIL.Image
 import PIL.ImageDraw
 
+from headrace.cli.client import RouterClient
 from headrace.cli.cluster_spec import ClusterSpec
 from headrace.cli.local_cluster import LocalCluster
 from headrace.cli.local_gateway import LocalGateway, served
 from headrace.cli.model import fetch, make
 
 TEXT, IMAGES = "smollm2", "v4.1-tiny"
+STORY: Final = "Write a long story about a river."
+END_SECONDS: Final = 60.0
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 20}, "country": {"type": "string", "maxLength": 20}},
@@ -33,14 +40,46 @@ PARAMETERS: dict[str, Any] = {
     "required": ["city"],
     "additionalProperties": False,
 }
-T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """A gateway that serves both models."""
+
+    url: str
+    """Without /v1."""
+    router: RouterClient
+    """Of the text model's cluster."""
+
+    @contextmanager
+    def cancels(self) -> Iterator[None]:
+        """The one request that is sent inside, and left, ends at the router as cancelled, and decode works no more for
+        it."""
+        before = self.router.status().requests
+        yield
+        deadline = time.monotonic() + END_SECONDS
+        while (running := self._running()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        now = self.router.status().requests
+        accepted, cancelled = now.accepted - before.accepted, now.cancelled - before.cancelled
+        check(
+            (accepted, cancelled, running) == (1, 1, 0),
+            f"a stream was left: {accepted} accepted by the router, {cancelled} cancelled, {running} still running",
+        )
+
+    def _running(self) -> int:
+        """Requests at the router, and in its workers by their last report."""
+        status = self.router.status()
+        return status.requests.live + sum(load.running_requests for one in status.members for load in one.loads)
 
 
 @contextmanager
-def gateway() -> Iterator[str]:
-    """Its address, without /v1."""
+def gateway() -> Iterator[Gateway]:
+    """One that runs already, or one with its clusters for as long as it is used."""
     if running := os.environ.get("HEADRACE_GATEWAY"):
-        yield running
+        router = os.environ.get("HEADRACE_ROUTER") or sys.exit("HEADRACE_GATEWAY needs HEADRACE_ROUTER beside it")
+        with RouterClient(router) as client:
+            yield Gateway(running, client)
         return
     smollm2 = next(folder for folder in fetch("smollm2", None, None) if folder.name == "smollm2-bfloat16")
     tiny = make("deepseek-v41-tiny", None, 0)
@@ -50,7 +89,7 @@ def gateway() -> Iterator[str]:
         LocalCluster(ClusterSpec(tiny, images, model_name=IMAGES)) as pictures,
         LocalGateway([served(text, "template"), served(pictures, "v4.1", thinking=True)]) as front,
     ):
-        yield front.url
+        yield Gateway(front.url, text.client)
 
 
 def picture() -> str:
@@ -67,14 +106,3 @@ def check(holds: bool, what: str) -> None:
     if not holds:
         raise SystemExit(f"✗ {what}")
     print(f"✓ {what}")
-
-
-def if_served(what: str, ask: Callable[[], T], refused: type[Exception]) -> T | None:
-    """An answer, or None and the reason where the router refuses the field: engines without constrained output do."""
-    try:
-        return ask()
-    except refused as error:
-        if "not implemented" not in str(error):
-            raise
-        print(f"– {what}: not served here ({error})")
-        return None

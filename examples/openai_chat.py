@@ -1,4 +1,5 @@
-"""Chat Completions with the official `openai` client: text, streams, tools, a schema, images, choices, logprobs.
+"""Chat Completions with the official `openai` client: text, streams, a schema, tools, images, choices,
+logprobs, leaving.
 
 .venv/bin/python examples/openai_chat.py
 """
@@ -9,7 +10,7 @@ import json
 from typing import Any
 
 import openai
-from gateway import IMAGES, PARAMETERS, SCHEMA, TEXT, check, gateway, if_served, picture
+from gateway import IMAGES, PARAMETERS, SCHEMA, STORY, TEXT, Gateway, check, gateway, picture
 
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
 WEATHER: Any = {
@@ -51,29 +52,31 @@ def choices(client: openai.OpenAI) -> None:
 
 
 def forms(client: openai.OpenAI) -> None:
-    """A schema, and a tool that has to be called."""
+    """An answer in the form of a schema."""
     form: Any = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA, "strict": True}}
-    answer = if_served(
-        "a schema",
-        lambda: client.chat.completions.create(
-            model=TEXT, messages=QUESTION, response_format=form, temperature=0, max_tokens=64
-        ),
-        openai.BadRequestError,
+    answer = client.chat.completions.create(
+        model=TEXT, messages=QUESTION, response_format=form, temperature=0, max_tokens=64
     )
-    if answer is not None:
-        document = json.loads(answer.choices[0].message.content or "")
-        check(set(document) == {"city", "country"}, f"a schema: {document}")
-    asked: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
-    answer = if_served(
-        "a tool",
-        lambda: client.chat.completions.create(
-            model=TEXT, messages=asked, tools=[WEATHER], tool_choice="required", temperature=0, max_tokens=64
-        ),
-        openai.BadRequestError,
+    document = json.loads(answer.choices[0].message.content or "")
+    check(set(document) == {"city", "country"}, f"a schema: {document}")
+
+
+def tools(client: openai.OpenAI) -> None:
+    """A tool that has to be called, its call as a stream, and an answer from its result."""
+    asked: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    call: Any = {"model": TEXT, "messages": asked, "tools": [WEATHER], "tool_choice": "required", "temperature": 0}
+    call |= {"parallel_tool_calls": False, "max_tokens": 64}
+    answer = client.chat.completions.create(**call)
+    (made,) = answer.choices[0].message.tool_calls or ()
+    check("city" in json.loads(made.function.arguments), f"a tool: {made.function.name}({made.function.arguments})")
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**call, stream=True)]
+    pieces = [piece.function.arguments or "" for delta in deltas for piece in delta.tool_calls or ()]
+    check("".join(pieces) == made.function.arguments, f"the same call as a stream of {len(pieces)} pieces")
+    asked += [answer.choices[0].message, {"role": "tool", "tool_call_id": made.id, "content": "18 °C, rain"}]
+    answer = client.chat.completions.create(
+        model=TEXT, messages=asked, tools=[WEATHER], tool_choice="none", temperature=0, max_tokens=32
     )
-    if answer is not None:
-        (call,) = answer.choices[0].message.tool_calls or ()
-        check("city" in json.loads(call.function.arguments), f"a tool: {call.function.name}({call.function.arguments})")
+    check(bool(answer.choices[0].message.content), f"its result read: {answer.choices[0].message.content!r}")
 
 
 def images(client: openai.OpenAI) -> None:
@@ -87,23 +90,25 @@ def images(client: openai.OpenAI) -> None:
     check(longer > 1, f"an image of {longer} tokens")
 
 
-def cancellation(client: openai.OpenAI) -> None:
+def cancellation(client: openai.OpenAI, front: Gateway) -> None:
     """Leaving a stream ends its request."""
-    stream = client.chat.completions.create(model=TEXT, messages=QUESTION, stream=True, max_tokens=500)
-    for chunk in stream:
-        if chunk.choices and chunk.choices[0].delta.content:
-            break
-    stream.close()
-    check(True, "a stream was left")
+    asked: Any = [{"role": "user", "content": STORY}]
+    with front.cancels():
+        stream = client.chat.completions.create(model=TEXT, messages=asked, stream=True, max_tokens=1000)
+        for chunk in stream:
+            if chunk.choices and chunk.choices[0].delta.content:
+                break
+        stream.close()
 
 
 def main() -> None:
     """All of it."""
-    with gateway() as url, openai.OpenAI(base_url=f"{url}/v1", api_key="any", timeout=120) as client:
+    with gateway() as front, openai.OpenAI(base_url=f"{front.url}/v1", api_key="any", timeout=120) as client:
         names = [model.id for model in client.models.list()]
         check({TEXT, IMAGES} <= set(names), f"models: {', '.join(names)}")
-        for part in (text, choices, forms, images, cancellation):
+        for part in (text, choices, forms, tools, images):
             part(client)
+        cancellation(client, front)
 
 
 if __name__ == "__main__":

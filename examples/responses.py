@@ -1,4 +1,5 @@
-"""Responses with the official `openai` client: text, streams, tools, a schema, images, logprobs, stored responses.
+"""Responses with the official `openai` client: text, streams, a schema, tools, images, logprobs, stored responses,
+leaving.
 
 .venv/bin/python examples/responses.py
 """
@@ -9,7 +10,7 @@ import json
 from typing import Any
 
 import openai
-from gateway import IMAGES, PARAMETERS, SCHEMA, TEXT, check, gateway, if_served, picture
+from gateway import IMAGES, PARAMETERS, SCHEMA, STORY, TEXT, Gateway, check, gateway, picture
 
 QUESTION = "What is the capital of France?"
 
@@ -43,27 +44,24 @@ def stored(client: openai.OpenAI) -> None:
 
 
 def forms(client: openai.OpenAI) -> None:
-    """A schema, and a tool that has to be called."""
+    """An answer in the form of a schema."""
     form: Any = {"format": {"type": "json_schema", "name": "place", "schema": SCHEMA, "strict": True}}
-    response = if_served(
-        "a schema",
-        lambda: client.responses.create(model=TEXT, input=QUESTION, text=form, temperature=0, max_output_tokens=64),
-        openai.BadRequestError,
-    )
-    if response is not None:
-        document = json.loads(response.output_text)
-        check(set(document) == {"city", "country"}, f"a schema: {document}")
+    response = client.responses.create(model=TEXT, input=QUESTION, text=form, temperature=0, max_output_tokens=64)
+    document = json.loads(response.output_text)
+    check(set(document) == {"city", "country"}, f"a schema: {document}")
+
+
+def tools(client: openai.OpenAI) -> None:
+    """A tool that has to be called, and an answer from its result."""
     tool: Any = {"type": "function", "name": "get_weather", "parameters": PARAMETERS, "strict": True}
-    response = if_served(
-        "a tool",
-        lambda: client.responses.create(
-            model=TEXT, input="The weather in Paris?", tools=[tool], tool_choice="required", max_output_tokens=64
-        ),
-        openai.BadRequestError,
-    )
-    if response is not None:
-        call = next(item for item in response.output if item.type == "function_call")
-        check("city" in json.loads(call.arguments), f"a tool: {call.name}({call.arguments})")
+    common: Any = {"model": TEXT, "tools": [tool], "temperature": 0, "max_output_tokens": 64}
+    asked = "What is the weather in Paris?"
+    response = client.responses.create(input=asked, tool_choice="required", parallel_tool_calls=False, **common)
+    call = next(item for item in response.output if item.type == "function_call")
+    check("city" in json.loads(call.arguments), f"a tool: {call.name}({call.arguments})")
+    result: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "18 °C, rain"}]
+    response = client.responses.create(input=result, previous_response_id=response.id, tool_choice="none", **common)
+    check(bool(response.output_text), f"its result read: {response.output_text!r}")
 
 
 def logprobs(client: openai.OpenAI) -> None:
@@ -77,27 +75,32 @@ def logprobs(client: openai.OpenAI) -> None:
 
 def images(client: openai.OpenAI) -> None:
     """A picture, for the model with a vision tower. Its weights are random, so its words mean nothing."""
-    image: Any = {"type": "input_image", "image_url": picture(), "detail": "auto"}
-    asked: Any = [{"role": "user", "content": [{"type": "input_text", "text": "What is this?"}, image]}]
-    response = client.responses.create(model=IMAGES, input=asked, max_output_tokens=8)
-    check(response.usage is not None and response.usage.input_tokens > 20, f"an image; {response.status}")
+    words = {"type": "input_text", "text": "What is this?"}
+    image = {"type": "input_image", "image_url": picture(), "detail": "auto"}
+    asked: Any = [[{"role": "user", "content": content}] for content in ([words], [words, image])]
+    usages = [client.responses.create(model=IMAGES, input=one, max_output_tokens=8).usage for one in asked]
+    without, with_image = (usage.input_tokens if usage else 0 for usage in usages)
+    check(with_image - without > 1, f"an image of {with_image - without} tokens")
 
 
-def cancellation(client: openai.OpenAI) -> None:
+def cancellation(client: openai.OpenAI, front: Gateway) -> None:
     """Leaving a stream ends its request."""
-    stream = client.responses.create(model=TEXT, input=QUESTION, stream=True, max_output_tokens=500)
-    for event in stream:
-        if event.type == "response.output_text.delta":
-            break
-    stream.close()
-    check(True, "a stream was left")
+    with front.cancels():
+        stream = client.responses.create(model=TEXT, input=STORY, stream=True, max_output_tokens=1000)
+        for event in stream:
+            if event.type == "response.output_text.delta":
+                break
+        stream.close()
 
 
 def main() -> None:
     """All of it."""
-    with gateway() as url, openai.OpenAI(base_url=f"{url}/v1", api_key="any", timeout=120) as client:
-        for part in (text, stored, forms, logprobs, images, cancellation):
+    with gateway() as front, openai.OpenAI(base_url=f"{front.url}/v1", api_key="any", timeout=120) as client:
+        names = [model.id for model in client.models.list()]
+        check({TEXT, IMAGES} <= set(names), f"models: {', '.join(names)}")
+        for part in (text, stored, forms, tools, logprobs, images):
             part(client)
+        cancellation(client, front)
 
 
 if __name__ == "__main__":
