@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from starlette.requests import Request
 
-from headrace.services.gateway.errors import TooLarge
+from headrace.services.gateway.errors import TooLarge, TooSlow
 from headrace.services.gateway.settings import GatewaySection
 from headrace.services.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
 from headrace.services.runtime.ids import new_request_id, valid_request_id
@@ -77,15 +77,19 @@ class Door:
             await self._left.wait()
 
     async def body(self, request: Request) -> dict[str, Any]:
-        """The request's JSON object. Raises InvalidArgument, TooLarge."""
-        most = int(self._settings.max_body_bytes)
+        """The request's JSON object. Raises InvalidArgument, TooLarge, TooSlow."""
+        most, patience = int(self._settings.max_body_bytes), self._settings.read_seconds
         pieces: list[bytes] = []
         size = 0
-        async for piece in request.stream():
-            size += len(piece)
-            if size > most:
-                raise TooLarge(f"the body is longer than {most} bytes; send less")
-            pieces.append(piece)
+        try:
+            async with asyncio.timeout(patience):
+                async for piece in request.stream():
+                    size += len(piece)
+                    if size > most:
+                        raise TooLarge(f"the body is longer than {most} bytes; send less")
+                    pieces.append(piece)
+        except TimeoutError:
+            raise TooSlow(f"the body did not come within {patience:g} seconds; send it faster") from None
         try:
             body = json.loads(b"".join(pieces), parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:

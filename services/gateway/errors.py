@@ -28,6 +28,7 @@ _OPENAI: Final = {
     403: "permission_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     409: "conflict_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
@@ -38,6 +39,7 @@ _ANTHROPIC: Final = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "timeout_error",
     409: "invalid_request_error",
     413: "request_too_large",
     429: "rate_limit_error",
@@ -60,10 +62,16 @@ class TooLarge(InvalidArgument):
     """The body is longer than this gateway reads."""
 
 
+class TooSlow(InvalidArgument):
+    """The body takes longer than this gateway waits; the connection ends with the answer."""
+
+
 def status_of(error: HeadraceError) -> int:
     """A field that is not supported is the request's fault (400), whoever found it."""
     if isinstance(error, TooLarge):
         return 413
+    if isinstance(error, TooSlow):
+        return 408
     if isinstance(error, Unimplemented):
         return 400
     return http_status(error)
@@ -112,6 +120,8 @@ def headers_of(error: HeadraceError) -> dict[str, str]:
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
         headers["retry-after-ms"] = str(round(error.retry_after_s * 1000))
+    if isinstance(error, TooSlow):
+        headers["connection"] = "close"
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
     # What a client can do nothing about by repeating.

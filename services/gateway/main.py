@@ -39,7 +39,7 @@ async def _start(settings: GatewaySettings, life: Lifecycle) -> None:
     life.on_close("routers", gateway.close)
     store = open_store(settings.responses)
     life.on_close("responses", store.close)
-    server = HttpServer(make_app(gateway, store), settings.listen, https)
+    server = HttpServer(make_app(gateway, store), settings.listen, https, settings.gateway.read_seconds)
     if https is not None:
         life.spawn(https.follow(), "https-files")
     life.spawn(server.serve(), "http")

@@ -13,6 +13,7 @@ from typing import Final
 import uvicorn
 from starlette.types import ASGIApp
 
+from headrace.services.gateway.connections import bounded_by
 from headrace.services.runtime import logs
 from headrace.services.runtime.files import Stamp, stamp_of, write_whole
 from headrace.services.runtime.settings import ListenSettings
@@ -78,8 +79,8 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """Bound when it is made, so that a taken address is told at once."""
 
-    def __init__(self, app: ASGIApp, listen: ListenSettings, files: HttpsFiles | None) -> None:
-        """Raises OSError when the address is taken."""
+    def __init__(self, app: ASGIApp, listen: ListenSettings, files: HttpsFiles | None, read_s: float) -> None:
+        """`read_s`: longest wait for a request's head. Raises OSError when the address is taken."""
         family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
         self._socket = socket.create_server((listen.host, listen.port), family=family, backlog=BACKLOG)
         port = int(self._socket.getsockname()[1])
@@ -93,6 +94,7 @@ class HttpServer:
             server_header=False,
             proxy_headers=False,
             ws="none",
+            http=bounded_by(read_s),
             timeout_keep_alive=75,
         )
         config.load()

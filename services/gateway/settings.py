@@ -48,6 +48,8 @@ class GatewaySection(Section):
     """A stream that has nothing to say for so long gets a comment, so that nothing on the way takes it for dead."""
     max_body_bytes: ByteSize = Field(default=ByteSize(64 * 1024 * 1024), ge=1024)
     """Largest request body."""
+    read_seconds: float = Field(default=120.0, gt=0)
+    """Longest wait for a request's headers, and then for its body."""
     max_requests: int = Field(default=1024, ge=1)
     """Requests served at once; more are refused with 429 and Retry-After (L12)."""
     timeout_seconds: float = Field(default=600.0, gt=0)

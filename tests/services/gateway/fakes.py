@@ -184,7 +184,7 @@ async def a_world(scratch: Path, **section: Any) -> AsyncIterator[World]:
     )
     gateway = await make_gateway(settings, None)
     store = open_store(settings.responses)
-    http = HttpServer(make_app(gateway, store), ListenSettings(), None)
+    http = HttpServer(make_app(gateway, store), ListenSettings(), None, settings.gateway.read_seconds)
     serving = asyncio.ensure_future(http.serve())
     try:
         yield World(f"http://{http.address}", router, gateway)

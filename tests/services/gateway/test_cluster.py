@@ -20,6 +20,7 @@ import anthropic
 import openai
 import PIL.Image
 import pytest
+import redis
 
 from headrace.cli.certificates import files_of, issue, make_authority
 from headrace.cli.client_tls import TLS_FOLDER
@@ -55,6 +56,9 @@ class Served:
     limited: str
     """Of the tenant umbrella, which has one request and hours to wait for the next, and 10 tokens a second."""
 
+    redis: str
+    """Of limits and responses."""
+
     def write_keys(self) -> None:
         write_whole(self.folder / "keys.json", self.keys.model_dump_json().encode(), 0o600)
 
@@ -79,8 +83,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
         shutil.copy(tiny / name, plain)
     (plain / "chat_template.jinja").write_text(TEMPLATE)
-    redis = RedisServer(scratch / "redis")
-    redis.start()
+    shared = RedisServer(scratch / "redis")
+    shared.start()
+    (scratch / "gateway").mkdir()
     (key, first), (other, second) = mint(KeyRole.TENANT, "acme"), mint(KeyRole.TENANT, "acme")
     limited, third = mint(KeyRole.TENANT, "umbrella")
     limits = TenantLimits(requests_per_second=0.0001, tokens_per_second=10)
@@ -88,14 +93,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     sets = (
         "load.native_kernels=false",
         f"router.keys={scratch / 'keys.json'}",
-        f"limits.shared={redis.url}",
+        f"limits.shared={shared.url}",
         "limits.deadline_ms=60000",
         "fetch.enabled=true",
     )
     (scratch / "keys.json").write_text(keys.model_dump_json())
     spec = ClusterSpec(tiny, {"encoder": 1, "prefill": 1, "decode": 1}, model_name="tiny", sets=sets, tls=True)
     with ExitStack() as stack:
-        stack.callback(redis.kill)
+        stack.callback(shared.kill)
         cluster = stack.enter_context(LocalCluster(spec, run_dir=scratch / "run"))
         files = files_of(cluster.run_dir / TLS_FOLDER, "client")
         identity = (f"tls.ca={files.ca}", f"tls.cert={files.cert}", f"tls.key={files.key}", "https.off=true")
@@ -103,8 +108,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             served(cluster, "v4.1", thinking=True),
             served(cluster, "template", name="plain", folder=str(plain), router_model="tiny"),
         ]
-        gateway = stack.enter_context(LocalGateway(models, sets=(*identity, f"responses.redis={redis.url}")))
-        yield Served(cluster, gateway.url, scratch, keys, key, other, limited)
+        gateway = stack.enter_context(
+            LocalGateway(
+                models,
+                sets=(*identity, "log.level=debug", f"responses.redis={shared.url}"),
+                run_dir=scratch / "gateway",
+            )
+        )
+        yield Served(cluster, gateway.url, scratch, keys, key, other, limited, shared.url)
 
 
 @pytest.fixture
@@ -283,3 +294,20 @@ def test_what_the_router_limits(client: openai.OpenAI) -> None:
         client.chat.completions.create(model="plain", messages=HI, n=100)
     assert told.value.param == "n"
     assert {model.id for model in client.models.list()} == {"tiny", "plain"}
+
+
+def test_no_key_is_logged_or_kept(world: Served, client: openai.OpenAI) -> None:
+    """L25: neither a log, the gateway's at debug level, nor Redis has a caller's credential."""
+    assert client.responses.create(model="plain", input="Hi", max_output_tokens=2).store
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key=f"{world.key}x").models.list()
+    secrets = [key.rpartition("_")[2].encode() for key in (world.key, world.other, world.limited)]
+    logs = [path for folder in ("gateway", "run") for path in (world.folder / folder).rglob("*.log")]
+    assert len(logs) >= 5
+    kept = [path.read_bytes() for path in logs]
+    with redis.Redis.from_url(world.redis) as server:
+        names = server.keys("headrace:response:*")
+        kept += [value for name in names if server.type(name) == b"string" and (value := server.get(name)) is not None]
+        assert len(kept) > len(logs)
+        kept += names
+    assert not [one for one in kept for secret in secrets if secret in one]

@@ -52,6 +52,35 @@ async def test_too_many_at_once_and_the_end(tmp_path: Path) -> None:
             assert large.value.status_code == 413
 
 
+async def test_who_sends_slowly_or_without_end_is_left(tmp_path: Path) -> None:
+    """L6, L12: heads and bodies have a time, heads a length; a connection that is left is closed, and others go on."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+
+    async def answered(url: str, *pieces: bytes) -> bytes:
+        """What comes until the connection is closed."""
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        async with asyncio.timeout(60):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            for piece in pieces:
+                writer.write(piece)
+            got = await reader.read()
+            writer.close()
+            return got
+
+    async with a_world(tmp_path, read_seconds=0.3) as world:
+        assert (await answered(world.url)).startswith(b"HTTP/1.1 408")
+        assert (await answered(world.url, head)).startswith(b"HTTP/1.1 408")
+        assert (await answered(world.url, head, b"x: " + b"y" * 300_000)).startswith(b"HTTP/1.1 431")
+        body = await answered(world.url, head, b"content-length: 100\r\n\r\n", b"{")
+        assert body.startswith(b"HTTP/1.1 408")
+        assert b"the body did not come" in body
+        whole = head + b"content-length: 2\r\n\r\n{}"
+        several = await answered(world.url, whole, whole, head)
+        assert (several.count(b"HTTP/1.1 400"), several.count(b"HTTP/1.1 408")) == (2, 1)
+        trailers = b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n" + b"a: b\r\n" * 40_000
+        assert (await answered(world.url, head, trailers)).startswith(b"HTTP/1.1 400")
+
+
 async def test_https_follows_its_files(tmp_path: Path, world: World) -> None:
     """New handshakes show the new certificate; files that do not fit leave the former one in force."""
     folders = [tmp_path / "one", tmp_path / "two"]
@@ -76,7 +105,7 @@ async def test_https_follows_its_files(tmp_path: Path, world: World) -> None:
 
     install(folders[0], folders[0])
     files = HttpsFiles(cert, key, reload_s=0.02)
-    server = HttpServer(lambda *_: asyncio.sleep(0), ListenSettings(), files)  # type: ignore[arg-type]
+    server = HttpServer(lambda *_: asyncio.sleep(0), ListenSettings(), files, 60.0)  # type: ignore[arg-type]
     tasks = [asyncio.ensure_future(server.serve()), asyncio.ensure_future(files.follow())]
     try:
         assert await trusted(folders[0])
