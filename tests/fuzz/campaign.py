@@ -100,6 +100,7 @@ class Campaign:
                     for _ in range(number):
                         await self._slots.acquire()
                         group.create_task(self._slotted(port, method))
+        await self.settle()
         for port, method, number in lots:
             if method.short in FENCED:
                 for _ in range(number):
@@ -107,14 +108,16 @@ class Campaign:
         await self.settle()
 
     async def settle(self) -> None:
-        """Take back what the messages have left: the phantom worker leaves."""
-        phantom = self.seeds.phantom()
-        register = registry_pb2.RegisterRequest(replica=phantom, lease_ms=1000)
-        lease = registry_pb2.RegisterResponse.FromString(
-            await self.world.ask("router-0", "RegistryService/Register", register)
-        )
-        leave = registry_pb2.DeregisterRequest(peer=phantom.peer, lease_id=lease.lease_id)
-        await self.world.ask("router-0", "RegistryService/Deregister", leave)
+        """Take back what the messages have left: the phantom worker leaves, and so ends each of its lives that showed
+        another endpoint than the one that answers."""
+        for one in ("decode-0", "prefill-0"):
+            phantom = self.seeds.phantom(one)
+            register = registry_pb2.RegisterRequest(replica=phantom, lease_ms=1000)
+            lease = registry_pb2.RegisterResponse.FromString(
+                await self.world.ask("router-0", "RegistryService/Register", register)
+            )
+            leave = registry_pb2.DeregisterRequest(peer=phantom.peer, lease_id=lease.lease_id)
+            await self.world.ask("router-0", "RegistryService/Deregister", leave)
 
     async def _slotted(self, port: str, method: Method) -> None:
         try:

@@ -204,13 +204,13 @@ class Seeds:
 
     # --- workers -----------------------------------------------------------------------------------------------
 
-    def phantom(self) -> registry_pb2.Replica:
-        """A worker that is not there: what joins under the fuzzer's own certificate."""
+    def phantom(self, of: str = "") -> registry_pb2.Replica:
+        """A worker that is not there, as a life `of` a real one: what joins under the fuzzer's own certificate."""
         replica = registry_pb2.Replica()
-        replica.CopyFrom(self._world.replicas[self._rng.choice(("prefill-0", "decode-0"))])
+        replica.CopyFrom(self._world.replicas[of or self._rng.choice(("prefill-0", "decode-0"))])
         replica.peer.replica_id = WORKER
         replica.peer.incarnation = self._rng.randbytes(16).hex()
-        replica.endpoint = "127.0.0.1:9"
+        replica.endpoint = self._world.phantom_address
         return replica
 
     def _registry(self, name: str) -> Message:

@@ -25,6 +25,7 @@ from headrace.services.runtime.peers import Peer, PeerRole
 from headrace.services.worker.signing import Signer
 from headrace.v1 import common_pb2, control_pb2, inference_pb2, registry_pb2
 from tests.fuzz.methods import BARE, FRONT, OPERATOR, ROUTER, WORKER, Method, all_methods
+from tests.fuzz.phantom import nobody
 from tests.fuzz.send import PATIENCE_S, Outcome, exchange
 from tests.services.tiny import BLOCK
 
@@ -38,8 +39,9 @@ SETS: Final = (
 TENANT, NEIGHBOUR = "acme", "umbrella"
 """Whose key the fuzzer sends, and whose requests run beside it."""
 ROOM_TRIES: Final = 600
-NO_ROOM: Final = ("ERROR_CODE_RESOURCE_EXHAUSTED",)
-"""What others of the fuzzer's messages may rightly cause, and what passes."""
+PASSING: Final = ("ERROR_CODE_RESOURCE_EXHAUSTED", "ERROR_CODE_UNAVAILABLE")
+"""What others of the fuzzer's messages may rightly cause, and what passes: no room, and a replica that was drained and
+takes work again, of which the router has not heard yet."""
 _OPTIONS: Final = (
     ("grpc.max_send_message_length", 64 * 1024 * 1024),
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
@@ -79,6 +81,8 @@ class World:
     methods: dict[str, Method]
     """Service/Method → it."""
     model: inference_pb2.Model = field(default_factory=inference_pb2.Model)
+    phantom_address: str = ""
+    """Where the worker that is not there answers."""
     replicas: dict[str, registry_pb2.Replica] = field(default_factory=dict)
     """Worker → its present life."""
     router: common_pb2.PeerId = field(
@@ -87,6 +91,7 @@ class World:
     numbers: Iterator[int] = field(default_factory=itertools.count)
     """For names of requests."""
     _channels: dict[tuple[str, str], grpc.aio.Channel] = field(default_factory=dict)
+    _nobody: grpc.aio.Server | None = None
 
     @classmethod
     async def of(cls, cluster: LocalCluster) -> World:
@@ -100,6 +105,7 @@ class World:
             {method.short: method for method in all_methods()},
         )
         world.signer = Signer(file=cluster.run_dir / SECRET_FILE)
+        world._nobody, world.phantom_address = await nobody(files_of(cluster.run_dir / TLS_FOLDER, WORKER))
         models = await world.ask("router-0", "InferenceService/ListModels", inference_pb2.ListModelsRequest())
         world.model = inference_pb2.ListModelsResponse.FromString(models).models[0]
         await world.look()
@@ -138,7 +144,7 @@ class World:
         options.setdefault("patience_s", PATIENCE_S)
         outcome = await self.send(port, self.methods[short], [message.SerializeToString()], **options)
         for _ in range(ROOM_TRIES):
-            if outcome.code not in NO_ROOM:
+            if outcome.code not in PASSING:
                 break
             await asyncio.sleep(0.1)
             outcome = await self.send(port, self.methods[short], [message.SerializeToString()], **options)
@@ -163,4 +169,6 @@ class World:
         return f"fuzz-{next(self.numbers)}"
 
     async def close(self) -> None:
+        if self._nobody is not None:
+            await self._nobody.stop(None)
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
