@@ -20,7 +20,7 @@ from headrace.services.gateway.errors import Shape, body_of, error_response, sta
 from headrace.services.gateway.rates import rate_headers
 from headrace.services.gateway.settings import GatewaySettings
 from headrace.services.gateway.sse import COMMENT, EventStream, Frames, begun, frame, until_left
-from headrace.services.gateway.streams import answers
+from headrace.services.gateway.streams import answers, named
 from headrace.services.gateway.upstream import Upstream, Upstreams
 from headrace.services.runtime import logs
 from headrace.services.runtime.errors import (
@@ -98,7 +98,7 @@ class Gateway:
         making = functools.partial(make_call, api, body, upstream, model, self.settings.gateway.low_detail_tokens)
         size = int(request.headers.get("content-length") or QUICK_BYTES + 1)
         call = making() if size <= QUICK_BYTES else await asyncio.to_thread(making)
-        return body, call, self.send(upstream, call.request, request, wanted)
+        return body, call, named(call, self.send(upstream, call.request, request, wanted))
 
     def send(
         self, upstream: Upstream, message: inference_pb2.GenerateRequest, request: Request, wanted: Wanted

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, Protocol
 import deepseek_recipe as recipe
 
 from headrace.services.gateway import cache_points, fields, hermes
-from headrace.services.gateway.constraints import constraint_of
+from headrace.services.gateway.constraints import Place, constraint_of, held_calls
 from headrace.services.gateway.errors import from_recipe
 from headrace.services.gateway.prompts import (
     Rendered,
@@ -20,6 +20,8 @@ from headrace.services.gateway.prompts import (
     unused_marks,
     wire_images,
 )
+from headrace.services.gateway.tool_choice import behind_reasoning, forces_tool, names_tool, requiring
+from headrace.services.gateway.tool_grammars import ClientTool, Held, Wanted
 from headrace.services.gateway.upstream import Upstream
 from headrace.services.runtime.errors import InvalidArgument, Unimplemented
 from headrace.services.runtime.ids import new_request_id
@@ -55,6 +57,15 @@ class Api(Protocol):
         """At most one tool may be called."""
         ...
 
+    def asks_reasoning(self, body: Body) -> bool:
+        """The request wants a forced call to come behind reasoning, where the model reasons."""
+        ...
+
+    def client_tools(self, body: Body, names: Mapping[str, tuple[str, str]]) -> dict[str, ClientTool]:
+        """The tools of a body that deepseek-recipe has read, by the names that it gives them. `names`: those of tools
+        in namespaces."""
+        ...
+
 
 @dataclass(frozen=True)
 class Call:
@@ -75,6 +86,8 @@ class Call:
     stream: bool
     stops: frozenset[str]
     eos: frozenset[int]
+    held: Held | None = field(default=None, repr=False)
+    """The language of its tool calls, where they have one."""
     n: int = 1
     echo: recipe.ResponsesEcho | None = field(default=None, repr=False)
 
@@ -93,17 +106,28 @@ UNREADABLE: Final = (recipe.ConversionError, ValueError, OverflowError)
 _PENALTIES: Final = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
-def make_call(api: Api, body: Body, upstream: Upstream, model: inference_pb2.Model, low_detail_tokens: int) -> Call:
-    """Raises InvalidArgument, Unimplemented naming the field, in the API's words."""
-    fields.check(api.name, body)
-    given = {name: value for name, value in body.items() if value is not None}
+@dataclass(frozen=True)
+class _Read:
+    """A request as deepseek-recipe has read it."""
+
+    converted: recipe.ConversationRequest
+    conversation: recipe.Conversation
+    echo: recipe.ResponsesEcho | None
+    names: dict[str, tuple[str, str]]
+    """Of tools in namespaces."""
+    behind: bool
+    """A call has to come behind the reasoning."""
+
+
+def _read(api: Api, given: Body, upstream: Upstream, options: recipe.ConversionOptions, point: str) -> _Read:
+    """`point` marks prefixes for the cache, if it is not empty. Raises InvalidArgument, Unimplemented."""
     v41 = upstream.entry.protocol == "v4.1"
-    mark, point = unused_marks(body)
-    cached = cache_points.marks(given) if api.name == "messages" else []
-    options = _options(upstream, model, mark, thinking=upstream.entry.thinking and not _forces_tool(given))
     read = {**api.recipe_body(given, upstream), "model": upstream.name}
-    if cached and v41:
+    if point and v41:
         read["messages"] = cache_points.with_points(read["messages"], point)
+    behind = v41 and forces_tool(given) and api.asks_reasoning(given)
+    if behind:
+        read = behind_reasoning(read)
     try:
         reader = api.request_class(read)
         echo = reader.echo() if isinstance(reader, recipe.ResponsesRequest) else None
@@ -114,9 +138,21 @@ def make_call(api: Api, body: Body, upstream: Upstream, model: inference_pb2.Mod
     conversation = converted.conversation
     if conversation.thinking_mode and not v41:
         raise Unimplemented(api.reasoning_field, "this model does not reason; leave it out")
-    forced = api.forces_any_tool(given) and bool(conversation.tools)
-    if forced:
-        conversation = _requiring(conversation)
+    if conversation.tools and (api.forces_any_tool(given) or (behind and not conversation.thinking_mode)):
+        conversation = requiring(conversation)
+    return _Read(converted, conversation, echo, names, behind and conversation.thinking_mode)
+
+
+def make_call(api: Api, body: Body, upstream: Upstream, model: inference_pb2.Model, low_detail_tokens: int) -> Call:
+    """Raises InvalidArgument, Unimplemented naming the field, in the API's words."""
+    fields.check(api.name, body)
+    given = {name: value for name, value in body.items() if value is not None}
+    v41 = upstream.entry.protocol == "v4.1"
+    mark, point = unused_marks(body)
+    cached = cache_points.marks(given) if api.name == "messages" else []
+    options = _options(upstream, model, mark, thinking=upstream.entry.thinking and not forces_tool(given))
+    read = _read(api, given, upstream, options, point if cached else "")
+    converted, conversation, echo = read.converted, read.conversation, read.echo
     prefilled = api.name == "messages" and bool(_prefill(conversation))
     if prefilled:
         conversation = _continuing(conversation)
@@ -128,25 +164,26 @@ def make_call(api: Api, body: Body, upstream: Upstream, model: inference_pb2.Mod
     stops = tuple(converted.parsing_options.stop_sequences) or stops_of(given)
     request = _request(given, converted, rendered, stops, v41=v41, low_detail_tokens=low_detail_tokens)
     offered = conversation.tool_choice != "none" and bool(conversation.tools)
+    opened = offered and conversation.tool_choice == "required"
     if cached:
         request.traffic_class = common_pb2.TRAFFIC_CLASS_AGENT  # which headers overrule
         request.snapshot_at.extend(cache_points.snapshot_positions(cached, rendered, model.block_tokens))
     tools = frozenset(tool.name for tool in conversation.tools) if offered and not v41 else frozenset()
     if tools and request.sampling.HasField("logprobs"):
         raise Unimplemented("logprobs", "not beside tools with this model; leave one of them out")
-    if api.one_call_only(given) and offered:
-        if v41:
-            raise Unimplemented("parallel_tool_calls", "calls of this model are not held to one; leave it out")
-        if not rendered.in_call:  # a grammar ends a forced call, which may have the tag in a string
+    stage = None if prefilled or opened else converted.parsing_options.thinking_initial_stage
+    place = Place(v41, upstream.assets.tokenizer, opened, reasons=stage is not None and stage.starts_in_reasoning())
+    held = None
+    if offered:
+        its, one = api.client_tools(given, read.names), api.one_call_only(given) or names_tool(given)
+        held = held_calls(Wanted(conversation.tools, its, opened or read.behind, one), place)
+        if held is None and one:
             request.stop.stop.append(hermes.CLOSE)
-    constraint = constraint_of(
-        api.response_format(given),
-        converted,
-        conversation,
-        rendered,
-        upstream.assets.tokenizer,
-        several=not api.one_call_only(given) and not _names_tool(given),
-    )
+    constraint = constraint_of(api.response_format(given), converted, place)
+    if constraint is not None and offered and not (opened or read.behind):  # a forced call has no text beside it
+        raise Unimplemented("response_format", "not beside tools; leave one of them out, or forbid calls")
+    if held is not None:
+        constraint = held.constraint
     if constraint is not None:
         request.constraint.CopyFrom(constraint)
     identifier = api.id_prefix + new_request_id()
@@ -159,7 +196,7 @@ def make_call(api: Api, body: Body, upstream: Upstream, model: inference_pb2.Mod
         if tools:
             made.special_tokens = recipe.SpecialTokens(dsml=hermes.DELIMITER)
             made.parse_tool_calls, made.starts_in_tool_calls = True, False
-        elif forced:
+        elif opened:
             made.parse_tool_calls = made.starts_in_tool_calls = True
         return made
 
@@ -168,7 +205,7 @@ def make_call(api: Api, body: Body, upstream: Upstream, model: inference_pb2.Mod
             return recipe.MessagesChunkGenerator(identifier, upstream.name, False)
         made = api.request_class.chunk_generator(converted, identifier, upstream.name)
         if echo is not None:
-            made = made.with_echo(echo).with_namespace_tool_map(names)
+            made = made.with_echo(echo).with_namespace_tool_map(read.names)
         return made
 
     return Call(
@@ -184,6 +221,7 @@ def make_call(api: Api, body: Body, upstream: Upstream, model: inference_pb2.Mod
         stream=converted.stream,
         stops=frozenset(stops),
         eos=frozenset(model.eos_token_ids),
+        held=held,
         n=int(request.sampling.n or 1),
         echo=echo,
     )
@@ -211,26 +249,6 @@ def _options(upstream: Upstream, model: inference_pb2.Model, mark: str, *, think
         )
         .with_model_versions_by_name({upstream.name: recipe.ModelVersion.DeepseekV41Flash})
         .with_special_tokens(special_tokens(mark))
-    )
-
-
-def _forces_tool(given: Body) -> bool:
-    """A forced call comes without reasoning, unless the request says otherwise."""
-    choice = given.get("tool_choice")
-    return _names_tool(given) or choice == "required" or (isinstance(choice, Mapping) and choice.get("type") == "any")
-
-
-def _names_tool(given: Body) -> bool:
-    """One tool has to be called, and no other."""
-    choice = given.get("tool_choice")
-    return isinstance(choice, Mapping) and choice.get("type") in ("function", "tool", "custom")
-
-
-def _requiring(conversation: recipe.Conversation) -> recipe.Conversation:
-    if conversation.thinking_mode:
-        raise InvalidArgument("a forced call comes without reasoning; switch thinking off", field="tool_choice")
-    return recipe.Conversation(
-        conversation.messages, thinking_mode=False, tools=conversation.tools, tool_choice="required"
     )
 
 

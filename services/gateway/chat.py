@@ -13,6 +13,7 @@ from headrace.services.gateway import usage as usages
 from headrace.services.gateway.calls import ApiName, Body, Call
 from headrace.services.gateway.sse import DONE, Frames, frame
 from headrace.services.gateway.streams import Answers, gather
+from headrace.services.gateway.tool_grammars import ClientTool
 from headrace.services.gateway.upstream import Upstream
 from headrace.services.runtime.errors import InvalidArgument, Unimplemented
 from headrace.v1 import common_pb2
@@ -39,6 +40,11 @@ class ChatApi:
                 raise InvalidArgument("is the same as max_completion_tokens; give one", field="max_tokens")
             read["max_tokens"] = body["max_completion_tokens"]
         only_functions(body.get("tools", ()), ("function",))
+        if "tools" in read:
+            read["tools"] = [
+                {**tool, "function": loose(tool.get("function"), f"tools[{index}].function")}
+                for index, tool in enumerate(body["tools"])
+            ]
         read["messages"] = [_message(message, index) for index, message in enumerate(body["messages"])]
         kind = self.response_format(body).get("type", "text")
         v41 = upstream.entry.protocol == "v4.1"
@@ -58,6 +64,17 @@ class ChatApi:
     def one_call_only(self, body: Body) -> bool:
         return body.get("parallel_tool_calls") is False
 
+    def asks_reasoning(self, body: Body) -> bool:
+        switch = body.get("thinking", {}).get("type")
+        return bool(switch == "enabled" or (switch is None and body.get("reasoning_effort", "none") != "none"))
+
+    def client_tools(self, body: Body, names: Mapping[str, tuple[str, str]]) -> dict[str, ClientTool]:
+        functions = [tool["function"] for tool in body.get("tools", ())]
+        return {
+            one["name"]: ClientTool(f"tools[{index}].function.parameters", bool(one.get("strict")))
+            for index, one in enumerate(functions)
+        }
+
 
 def only_functions(tools: Iterable[Any], kinds: Container[str]) -> None:
     """Raises Unimplemented for a tool that somebody else than the client would have to run."""
@@ -65,6 +82,16 @@ def only_functions(tools: Iterable[Any], kinds: Container[str]) -> None:
         kind = tool.get("type", "custom") if isinstance(tool, Mapping) else ""
         if kind not in kinds:
             raise Unimplemented(f"tools[{index}].type", f"{str(kind)[:40]!r} is not supported; tools are functions")
+
+
+def loose(tool: Any, field: str) -> Any:
+    """A tool without `strict`, which is enforced here: deepseek-recipe would take fewer schemas, and change them.
+    Raises InvalidArgument."""
+    if not isinstance(tool, Mapping):
+        return tool
+    if not isinstance(tool.get("strict"), bool | None):
+        raise InvalidArgument("must be true or false", field=f"{field}.strict")
+    return {name: value for name, value in tool.items() if name != "strict"}
 
 
 def _message(message: dict[str, Any], index: int) -> dict[str, Any]:

@@ -4,42 +4,54 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import deepseek_recipe as recipe
 
 from headrace.engine.text.tokenizer import Tokenizer
-from headrace.services.gateway import hermes
-from headrace.services.gateway.prompts import Rendered
+from headrace.services.gateway.tool_grammars import Held, Wanted, in_hermes, in_v41
 from headrace.services.runtime.errors import InvalidArgument, Unimplemented
 from headrace.v1 import common_pb2
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the model goes on."""
+
+    v41: bool
+    tokenizer: Tokenizer
+    opened: bool
+    """Inside a call that the prompt has opened."""
+    reasons: bool
+    """In its reasoning."""
+
+
 def constraint_of(
-    wanted: Mapping[str, Any],
-    converted: recipe.ConversationRequest,
-    conversation: recipe.Conversation,
-    rendered: Rendered,
-    tokenizer: Tokenizer,
-    *,
-    several: bool,
+    wanted: Mapping[str, Any], converted: recipe.ConversationRequest, place: Place
 ) -> common_pb2.Constraint | None:
-    """`wanted` is a response_format. A forced call has a form of its own, and none beside it; `several`: more calls may
-    follow it. The text is free while the model reasons.
+    """`wanted` is a response_format. The text is free while the model reasons.
 
     Raises Unimplemented, InvalidArgument naming response_format.
     """
-    if rendered.in_call:
-        if several:
-            return common_pb2.Constraint(structural_tag=_text(hermes.calls_tag(conversation.tools)))
-        return common_pb2.Constraint(json_schema=_text(hermes.call_schema(conversation.tools)))
     made = _of_format(wanted, converted)
-    if made is not None and conversation.tools and conversation.tool_choice != "none":
-        raise Unimplemented("response_format", "not beside tools; leave one of them out, or forbid calls")
-    stage = converted.parsing_options.thinking_initial_stage
-    if made is not None and stage is not None and stage.starts_in_reasoning():
-        made.after_token_ids.append(tokenizer.special_id(recipe.SpecialToken.ThinkingEnd.default_str()))
+    if made is not None and place.reasons:
+        made.after_token_ids.append(place.tokenizer.special_id(recipe.SpecialToken.ThinkingEnd.default_str()))
     return made
+
+
+def held_calls(wanted: Wanted, place: Place) -> Held | None:
+    """The language of an answer with tools; None: it is free, and `wanted.one` is not seen to.
+
+    Calls that have to be are held, and all calls where a tool is strict. With V4.1's markup one call alone takes a
+    language, too: no stop string has the special token by which a call ends. Raises InvalidArgument naming a tool.
+    """
+    strict = any(wanted.given[tool.name].strict for tool in wanted.tools)
+    if not (wanted.forced or strict or (wanted.one and place.v41)):
+        return None
+    if place.v41:
+        return in_v41(wanted, place.tokenizer, reasoning=place.reasons, opened=place.opened)
+    return in_hermes(wanted)
 
 
 def _of_format(wanted: Mapping[str, Any], converted: recipe.ConversationRequest) -> common_pb2.Constraint | None:

@@ -66,14 +66,13 @@ _STOP: Final = Field(
     _null({"anyOf": [TEXT, {"type": "array", "items": TEXT, "maxItems": 16}]}), "ends reasoning, too; up to 16"
 )
 _N: Final = Field(_integer(1, 128), "as many as the router allows")
-_TOOLS: Final = Field(
-    ARRAY, "functions; forced calls are held to their schemas with protocol `template`, other calls are not"
-)
+_TOOLS: Final = Field(ARRAY, "functions; calls of `strict` ones and forced calls are held to the schema, see Tools")
 _CHOICE: Final = Field(
     _null({"anyOf": [TEXT, {"type": "object"}]}),
-    "`auto`, `none`, `required` (one call or more), or one function (one call); forced calls are direct",
+    "`auto`, `none`, `required` (one call or more), or one function (one call); "
+    "forced calls are direct unless the request asks for reasoning",
 )
-_PARALLEL: Final = Field(BOOLEAN, "`false` with protocol `template` only")
+_PARALLEL: Final = Field(BOOLEAN, "`false`: at most one call")
 _PLAIN: Final = {"enum": [None, False]}
 
 CHAT: Final[Mapping[str, Field]] = {
@@ -190,7 +189,9 @@ MESSAGES: Final[Mapping[str, Field]] = {
     "top_k": _TOP_K,
     "stop_sequences": Field(_null({"type": "array", "items": TEXT, "maxItems": 16}), _STOP.note),
     "tools": _TOOLS,
-    "tool_choice": Field(OBJECT, "`auto`, `any` (one call or more), `tool` (one call), `none`"),
+    "tool_choice": Field(
+        OBJECT, "`auto`, `any` (one call or more), `tool` (one call), `none`; `disable_parallel_tool_use`"
+    ),
     "thinking": Field(OBJECT, "v4.1; `disabled` everywhere; a budget is not enforced"),
     "output_config": Field(OBJECT, "`format`: json_schema; `effort`: v4.1"),
     "output_format": Field(OBJECT, "json_schema"),

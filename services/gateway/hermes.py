@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import deepseek_recipe as recipe
 
@@ -20,10 +20,12 @@ RESULT_OPEN: Final = "<tool_response>\n"
 RESULT_CLOSE: Final = "\n</tool_response>"
 DELIMITER: Final = "\U0010fffe"
 """A noncharacter; what a model writes of it is removed before it is read."""
-_TAG: Final = "<tool_call>"
+TAG: Final = "<tool_call>"
 _STRING_OR_CLOSE = re.compile(rf'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|{CLOSE}', re.DOTALL)
 """Of JSON: a string, which may lack its end as yet."""
-_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,256}")
+NAME: Final = re.compile(r'[^\s"\\<\x00-\x1f\x7f-\x9f\ufeff｜]+')
+"""Names of parameters that deepseek-recipe reads; an ECMA-262 expression, too."""
+_BLANK: Final = re.compile(r"[ \t\n\r]*")
 
 
 def preamble(tools: Sequence[recipe.ToolDefinition]) -> str:
@@ -57,29 +59,6 @@ def calls_text(calls: Sequence[recipe.ToolCall]) -> str:
     )
 
 
-def call_schema(tools: Sequence[recipe.ToolDefinition]) -> dict[str, Any]:
-    """JSON Schema of one call of any of the tools."""
-    branches = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.name}, "arguments": tool.parameters or {"type": "object"}},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
-    return branches[0] if len(branches) == 1 else {"anyOf": branches}
-
-
-def calls_tag(tools: Sequence[recipe.ToolDefinition]) -> dict[str, Any]:
-    """Structural tag of one or more calls, the first of which the prompt has opened."""
-    call = {"type": "json_schema", "json_schema": call_schema(tools)}
-    close = {"type": "const_string", "value": f"\n{CLOSE}"}
-    further = [{"type": "const_string", "value": f"\n{OPEN}"}, call, close]
-    more = {"type": "star", "content": {"type": "sequence", "elements": further}}
-    return {"type": "sequence", "elements": [call, close, more]}
-
-
 class CallReader:
     """Turns a model's text, piece by piece, into text with deepseek-recipe's markup."""
 
@@ -104,12 +83,12 @@ class CallReader:
                 out += self._call(self._held[:at], CLOSE)
                 self._in_call, self._held = False, self._held[at + len(CLOSE) :]
                 continue
-            before, opened, rest = self._held.partition(_TAG)
+            before, opened, rest = self._held.partition(TAG)
             if opened:
                 out += self._plain(before)
                 self._in_call, self._held = True, rest
                 continue
-            keep = _overlap(before, _TAG)
+            keep = _overlap(before, TAG)
             out += self._plain(before[: len(before) - keep])
             self._held = before[len(before) - keep :]
             return out
@@ -134,11 +113,10 @@ class CallReader:
     def _call(self, body: str, close: str) -> str:
         found = _parse(body, self._names)
         if found is None:
-            return self._plain(f"{_TAG}{body}{close}")
+            return self._plain(f"{TAG}{body}{close}")
         name, arguments = found
         parameters = "".join(
-            f'<{DELIMITER} parameter name="{key}" string="false">{json.dumps(value, ensure_ascii=False)}'
-            f"</{DELIMITER} parameter>\n"
+            f'<{DELIMITER} parameter name="{key}" string="false">{value}</{DELIMITER} parameter>\n'
             for key, value in arguments.items()
         )
         begin = "" if self._calls else f"\n\n<{DELIMITER} calls>\n"
@@ -151,18 +129,59 @@ def _close(text: str) -> int:
     return next((found.start() for found in _STRING_OR_CLOSE.finditer(text) if found[0] == CLOSE), -1)
 
 
-def _parse(body: str, names: frozenset[str]) -> tuple[str, dict[str, Any]] | None:
-    """Name and arguments; None for what is no call of a tool on offer."""
+def _parse(body: str, names: frozenset[str]) -> tuple[str, dict[str, str]] | None:
+    """Name, and arguments as the model wrote them; None for what is no call of a tool on offer."""
     try:
-        call = json.loads(body)
-    except ValueError:
+        call = _members(body)
+        name = json.loads(call["name"])
+        arguments = _members(call.get("arguments", "{}"))
+    except (ValueError, KeyError, RecursionError):
         return None
-    if not isinstance(call, dict) or call.get("name") not in names:
+    if not isinstance(name, str) or name not in names or not all(NAME.fullmatch(key) for key in arguments):
         return None
-    arguments = call.get("arguments", {})
-    if not isinstance(arguments, dict) or not all(_NAME.fullmatch(key) for key in arguments):
-        return None
-    return call["name"], arguments
+    return name, arguments
+
+
+def _members(text: str) -> dict[str, str]:
+    """The texts of an object's values, numbers and all as they are. Raises ValueError for other text."""
+    at = _blank(text, 0)
+    if text[at : at + 1] != "{":
+        raise ValueError("no object")
+    at = _blank(text, at + 1)
+    out: dict[str, str] = {}
+    while text[at : at + 1] != "}":
+        if out:
+            at = _blank(text, _after(text, at, ","))
+        if text[at : at + 1] != '"':
+            raise ValueError("a name is a string")
+        key, at = _DECODER.raw_decode(text, at)
+        at = _blank(text, _after(text, _blank(text, at), ":"))
+        _, end = _DECODER.raw_decode(text, at)
+        out[key] = text[at:end]
+        at = _blank(text, end)
+    if text[at + 1 :].strip(" \t\n\r"):
+        raise ValueError("more behind the object")
+    return out
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+_DECODER: Final = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_refuse)
+"""Numbers are checked and not read: they may be longer than Python's."""
+
+
+def _blank(text: str, at: int) -> int:
+    """Behind the white space."""
+    found = _BLANK.match(text, at)
+    return at if found is None else found.end()
+
+
+def _after(text: str, at: int, sign: str) -> int:
+    if text[at : at + 1] != sign:
+        raise ValueError(f"{sign} is missing")
+    return at + 1
 
 
 def _overlap(text: str, tag: str) -> int:

@@ -16,11 +16,12 @@ from headrace.services.gateway import fields
 from headrace.services.gateway import usage as usages
 from headrace.services.gateway.app import Gateway
 from headrace.services.gateway.calls import ApiName, Body
-from headrace.services.gateway.chat import only_functions
+from headrace.services.gateway.chat import loose, only_functions
 from headrace.services.gateway.door import credential
 from headrace.services.gateway.errors import body_of
 from headrace.services.gateway.sse import Frames, frame, until_left
 from headrace.services.gateway.streams import Answers, answers, gather
+from headrace.services.gateway.tool_grammars import ClientTool
 from headrace.services.gateway.upstream import Upstream
 from headrace.services.runtime.errors import HeadraceError, Unimplemented
 from headrace.v1 import common_pb2
@@ -51,6 +52,8 @@ class MessagesApi:
                 raise Unimplemented("output_config.effort", "this model does not reason; leave it out")
             read["output_config"] = {"effort": config["effort"]}
         only_functions(body.get("tools", ()), ("custom",))
+        if "tools" in read:
+            read["tools"] = [loose(tool, f"tools[{index}]") for index, tool in enumerate(body["tools"])]
         return read
 
     def response_format(self, body: Body) -> Mapping[str, Any]:
@@ -64,6 +67,15 @@ class MessagesApi:
 
     def one_call_only(self, body: Body) -> bool:
         return bool(body.get("tool_choice", {}).get("disable_parallel_tool_use"))
+
+    def asks_reasoning(self, body: Body) -> bool:
+        return False  # which this API refuses, too
+
+    def client_tools(self, body: Body, names: Mapping[str, tuple[str, str]]) -> dict[str, ClientTool]:
+        return {
+            tool["name"]: ClientTool(f"tools[{index}].input_schema", bool(tool.get("strict")))
+            for index, tool in enumerate(body.get("tools", ()))
+        }
 
 
 class Messages:

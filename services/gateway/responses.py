@@ -14,12 +14,13 @@ from starlette.responses import JSONResponse, Response
 from headrace.services.gateway import usage as usages
 from headrace.services.gateway.app import Gateway
 from headrace.services.gateway.calls import ApiName, Body, Call
-from headrace.services.gateway.chat import only_functions
+from headrace.services.gateway.chat import loose, only_functions
 from headrace.services.gateway.door import caller_of, credential
 from headrace.services.gateway.errors import body_of
 from headrace.services.gateway.response_store import ResponseStore, Stored, encode, owner_of
 from headrace.services.gateway.sse import DONE, Frames, frame, until_left
 from headrace.services.gateway.streams import Answers, answers, gather
+from headrace.services.gateway.tool_grammars import ClientTool
 from headrace.services.gateway.upstream import Upstream
 from headrace.services.runtime import logs
 from headrace.services.runtime.errors import HeadraceError, Internal, NotFound, Unavailable, Unimplemented
@@ -50,6 +51,8 @@ class ResponsesApi:
             if kind not in _ITEMS:
                 raise Unimplemented(f"input[{index}].type", f"{str(kind)[:40]!r} is not supported")
         only_functions(body.get("tools", ()), ("function", "namespace"))
+        if "tools" in read:
+            read["tools"] = [_loose(tool, f"tools[{index}]") for index, tool in enumerate(body["tools"])]
         if upstream.entry.protocol != "v4.1":
             if body.get("reasoning", {}).get("effort") in (None, "none"):
                 read.pop("reasoning", None)
@@ -68,6 +71,29 @@ class ResponsesApi:
 
     def one_call_only(self, body: Body) -> bool:
         return body.get("parallel_tool_calls") is False
+
+    def asks_reasoning(self, body: Body) -> bool:
+        return body.get("reasoning", {}).get("effort") not in (None, "none")
+
+    def client_tools(self, body: Body, names: Mapping[str, tuple[str, str]]) -> dict[str, ClientTool]:
+        found = {}
+        of_space = {place: name for name, place in names.items()}
+        for index, tool in enumerate(body.get("tools", ())):
+            if tool.get("type") != "namespace":
+                found[tool["name"]] = ClientTool(f"tools[{index}].parameters", bool(tool.get("strict")))
+                continue
+            for at, one in enumerate(tool.get("tools", ())):
+                name = of_space[tool["name"], one["name"]]
+                found[name] = ClientTool(f"tools[{index}].tools[{at}].parameters", bool(one.get("strict")))
+        return found
+
+
+def _loose(tool: Any, field: str) -> Any:
+    """chat.loose, in namespaces too."""
+    tool = loose(tool, field)
+    if not isinstance(tool, Mapping) or not isinstance(tool.get("tools"), list):
+        return tool
+    return {**tool, "tools": [loose(one, f"{field}.tools[{at}]") for at, one in enumerate(tool["tools"])]}
 
 
 class Responses:

@@ -10,11 +10,12 @@ import deepseek_recipe as recipe
 
 from headrace.services.gateway.calls import Call
 from headrace.services.gateway.hermes import CallReader
-from headrace.services.runtime.errors import Cancelled, DeadlineExceeded, Internal, from_proto
+from headrace.services.runtime.errors import Cancelled, DeadlineExceeded, Internal, InvalidArgument, from_proto
 from headrace.v1 import common_pb2, inference_pb2
 
 Event = Any
 """deepseek-recipe's chunk or event of the call's API; it has to_json()."""
+Wire = AsyncGenerator[inference_pb2.GenerateResponse, None]
 Answers = AsyncGenerator[tuple[int, list[Event]] | common_pb2.Usage, None]
 """(choice, new events), and the usage last."""
 
@@ -83,7 +84,19 @@ def raise_if_failed(finished: common_pb2.FinishedEvent) -> None:
         raise Cancelled("the request was cancelled")
 
 
-async def answers(call: Call, wire: AsyncGenerator[inference_pb2.GenerateResponse, None]) -> Answers:
+async def named(call: Call, wire: Wire) -> Wire:
+    """A call's events; what is refused of the language of its tools is told in the client's words."""
+    async with aclosing(wire):
+        try:
+            async for event in wire:
+                yield event
+        except InvalidArgument as error:
+            if call.held is None:
+                raise
+            raise call.held.named(error) from error
+
+
+async def answers(call: Call, wire: Wire) -> Answers:
     """A call's answer. Raises typed errors, in the middle, too.
 
     The first item comes with the first token: until then a failure is a status.

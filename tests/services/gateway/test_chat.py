@@ -114,7 +114,7 @@ async def test_a_forced_tool(world: World, client: Any) -> None:
     answer = await client.chat.completions.create(model="plain", messages=HI, tools=[TOOL], tool_choice=choice)
     assert json.loads(answer.choices[0].message.tool_calls[0].function.arguments) == {"x": [1]}
     request = world.router.requests[-1]
-    assert json.loads(request.constraint.json_schema)["properties"]["name"] == {"const": "f"}
+    assert '"json_schema":{"type":"object","properties":{"x":{}}' in request.constraint.structural_tag
     assert world.router.prompt_text().endswith("<tool_call>\n")
 
 
@@ -131,15 +131,85 @@ async def test_some_tool(world: World, client: Any, parallel: bool) -> None:
     assert [json.loads(one.function.arguments) for one in calls] == [{"x": 1}, {"x": 2}][: 1 + parallel]
     assert len({one.id for one in calls}) == len(calls)
     constraint = world.router.requests[-1].constraint
-    assert constraint.WhichOneof("language") == ("structural_tag" if parallel else "json_schema")
-    if parallel:
-        tag = xgrammar.Grammar.from_structural_tag(from_structural_tag(constraint.structural_tag).text)
-        info = xgrammar.TokenizerInfo([bytes([byte]) for byte in range(256)], stop_token_ids=[0])
-        compiled = xgrammar.GrammarCompiler(info).compile_grammar(tag)
-        for output, good in ((text, True), (f"{first}\n</tool_call>", True), (first, False), ("", False)):
-            matcher = xgrammar.GrammarMatcher(compiled)
-            assert (matcher.accept_string(output) and matcher.accept_token(0)) is good, output
-        assert not xgrammar.GrammarMatcher(compiled).accept_string(text.replace("2", "2,"))
+    tag = xgrammar.Grammar.from_structural_tag(from_structural_tag(constraint.structural_tag).text)
+    info = xgrammar.TokenizerInfo([bytes([byte]) for byte in range(256)], stop_token_ids=[0])
+    compiled = xgrammar.GrammarCompiler(info).compile_grammar(tag)
+    closed = f"{first}\n</tool_call>"
+    for output, good in ((text, True), (closed, parallel), (first, not parallel), ("", False)):
+        matcher = xgrammar.GrammarMatcher(compiled)
+        assert (matcher.accept_string(output) and matcher.accept_token(0)) is good, output
+    assert not xgrammar.GrammarMatcher(compiled).accept_string(text.replace("}", ",}"))
+
+
+STRICT: Any = {"type": "function", "function": {**TOOL["function"], "name": "s", "strict": True}}
+
+
+@pytest.mark.parametrize(("model", "form"), [("plain", "triggered_tags"), ("v41", "token")])
+async def test_strict_tools(world: World, client: Any, model: str, form: str) -> None:
+    """A strict tool holds all calls; without one they are free. A refusal at the router names the tool."""
+    asked: Any = {"model": model, "messages": HI, "tools": [TOOL, STRICT]}
+    await client.chat.completions.create(**asked)
+    held = world.router.requests[-1].constraint
+    assert f'"type":"{form}"' in held.structural_tag
+    assert not held.after_token_ids
+    await client.chat.completions.create(**{**asked, "tools": [TOOL]})
+    assert not world.router.requests[-1].HasField("constraint")
+    await client.chat.completions.create(**asked, tool_choice="none")
+    assert not world.router.requests[-1].HasField("constraint")
+    parts = held.structural_tag.split('"json_schema":{"type":"object"')
+    assert len(parts) == 3
+    assert '"properties"' not in parts[1].split('"allOf"')[0]
+    path = "format.tags[0].content.elements[1].elements[1].elements[1]"
+    if model == "v41":
+        path = "format.elements[3].content.elements[3].content.elements[1].elements[3]"
+    told = InvalidArgument(f"{path}: uniqueItems: no grammar", field="constraint.structural_tag")
+    world.router.script = fails(told)
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="cannot be enforced: uniqueItems") as refused:
+            await client.chat.completions.create(**asked, stream=stream)
+        assert refused.value.param == "tools[1].function.parameters"
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.chat.completions.create(**asked, response_format={"type": "json_object"})
+    assert refused.value.param == "response_format"
+    bad = {"type": "function", "function": {**TOOL["function"], "strict": "yes"}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.chat.completions.create(model=model, messages=HI, tools=[bad])
+    assert refused.value.param == "tools[0].function.strict"
+
+
+async def test_a_forced_v41_call(world: World, client: Any) -> None:
+    """Direct, or behind the reasoning if the request wants that; one call alone with parallel_tool_calls: false."""
+    call = (
+        f'<{DSML} invoke name="f">\n<{DSML} parameter name="x" string="false">5</{DSML} parameter>\n</{DSML} invoke>\n'
+    )
+    asked: Any = {"model": "v41", "messages": HI, "tools": [TOOL, STRICT]}
+    one: Any = {"type": "function", "function": {"name": "f"}}
+    world.router.script = says(f"{call}</{DSML} calls>")
+    answer = await client.chat.completions.create(**asked, tool_choice=one)
+    assert json.loads(answer.choices[0].message.tool_calls[0].function.arguments) == {"x": 5}
+    assert world.router.prompt_text().endswith(f"</think>\n\n<{DSML} calls>\n")
+    assert world.router.requests[-1].constraint.structural_tag.count('"json_schema":') == 1
+    world.router.script = says("why", f"</think>\n\n<{DSML} calls>\n{call}</{DSML} calls>")
+    answer = await client.chat.completions.create(**asked, tool_choice=one, reasoning_effort="high")
+    assert world.router.prompt_text().endswith("<think>")
+    message = answer.choices[0].message
+    assert (message.reasoning_content, message.tool_calls[0].function.name) == ("why", "f")
+    held = world.router.requests[-1].constraint.structural_tag
+    assert '"plus"' not in held
+    assert '"optional"' not in held
+    await client.chat.completions.create(**asked, tool_choice="required", reasoning_effort="high")
+    assert '"plus"' in world.router.requests[-1].constraint.structural_tag
+    await client.chat.completions.create(**{**asked, "tools": [TOOL]}, parallel_tool_calls=False)
+    held = world.router.requests[-1].constraint.structural_tag
+    assert '"plus"' not in held
+    assert '"optional"' in held
+    assert not world.router.requests[-1].stop.stop
+    await client.chat.completions.create(model="plain", messages=HI, tools=[STRICT], parallel_tool_calls=False)
+    assert '"stop_after_first":true' in world.router.requests[-1].constraint.structural_tag
+    assert not world.router.requests[-1].stop.stop
+    await client.chat.completions.create(model="plain", messages=HI, tools=[TOOL], parallel_tool_calls=False)
+    assert list(world.router.requests[-1].stop.stop) == ["</tool_call>"]
+    assert not world.router.requests[-1].HasField("constraint")
 
 
 async def test_what_samples_goes_on(world: World, client: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ import openai
 import PIL.Image
 import pytest
 import redis
+from jsonschema import Draft202012Validator
 
 from headrace.cli.certificates import files_of, issue, make_authority
 from headrace.cli.client_tls import TLS_FOLDER
@@ -28,6 +30,7 @@ from headrace.cli.cluster_spec import ClusterSpec
 from headrace.cli.local_cluster import LocalCluster
 from headrace.cli.local_gateway import LocalGateway, served
 from headrace.cli.model import make
+from headrace.engine.text.tokenizer import Tokenizer
 from headrace.services.gateway.settings import ModelEntry
 from headrace.services.gateway.upstream import Upstream, load_assets
 from headrace.services.router.api_keys import KeyRole, KeysDocument, TenantLimits, mint
@@ -311,3 +314,54 @@ def test_no_key_is_logged_or_kept(world: Served, client: openai.OpenAI) -> None:
         assert len(kept) > len(logs)
         kept += names
     assert not [one for one in kept for secret in secrets if secret in one]
+
+
+ARGUMENTS: Any = {
+    "type": "object",
+    "properties": {"n": {"$ref": "#/$defs/n"}, "s": {"type": "string", "maxLength": 3}},
+    "required": ["n", "s"],
+    "additionalProperties": False,
+    "$defs": {"n": {"type": "integer", "minimum": 1, "maximum": 99}},
+}
+"""Short: the vocabulary is bytes."""
+ONE: Any = {
+    "type": "object",
+    "properties": {"n": {"enum": [7, None]}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+
+
+def tool(schema: Any, **more: Any) -> Any:
+    return {"type": "function", "function": {"name": "f", "description": "d", "parameters": schema, **more}}
+
+
+@pytest.mark.parametrize("model", ["plain", "tiny"])
+def test_forced_calls_are_valid(client: openai.OpenAI, model: str) -> None:
+    """L13: whatever a random model draws, in JSON and in V4.1's markup; what cannot be enforced is refused before."""
+    asked: Any = {"model": model, "messages": HI, "tools": [tool(ARGUMENTS)], "max_tokens": 400, "n": 2, "seed": 1}
+    forced: Any = {"parallel_tool_calls": False, "tool_choice": {"type": "function", "function": {"name": "f"}}}
+    answer = client.chat.completions.create(**asked, **forced)
+    for choice in answer.choices:
+        assert choice.finish_reason == "tool_calls"
+        (call,) = choice.message.tool_calls or ()
+        Draft202012Validator(ARGUMENTS).validate(json.loads(call.function.arguments))
+    unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    bad = tool(unique, name="g", strict=True)
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as told:
+        client.chat.completions.create(**{**asked, "tools": [tool(ARGUMENTS), bad]})
+    assert told.value.param == "tools[1].function.parameters"
+
+
+def test_a_strict_call_of_the_models_own(world: Served, client: openai.OpenAI) -> None:
+    """A model that is led by biases to open a call ends its reasoning first, and keeps to the schema."""
+    tokenizer = Tokenizer.from_folder(world.cluster.spec.folder)
+    (sign,) = tokenizer.encode_plain("<")
+    biases = {str(sign): 50, str(tokenizer.special_id("｜DSML｜")): 100, str(tokenizer.special_id("</think>")): 60}
+    asked: Any = {"model": "tiny", "messages": HI, "max_tokens": 300, "seed": 3, "reasoning_effort": "high"}
+    answer = client.chat.completions.create(
+        **asked, tools=[tool(ONE, strict=True)], parallel_tool_calls=False, logit_bias=biases
+    )
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert answer.choices[0].finish_reason == "tool_calls"
+    Draft202012Validator(ONE).validate(json.loads(call.function.arguments))

@@ -183,3 +183,18 @@ async def test_a_last_turn_of_the_assistant_is_continued(world: World, client: A
     message = await client.messages.create(model=model, max_tokens=5, messages=messages)
     assert [block.type for block in message.content] == ["text"]
     assert world.router.prompt_text().endswith("Once upon")
+
+
+@pytest.mark.parametrize("model", ["plain", "v41"])
+async def test_strict_tools(world: World, client: Any, model: str) -> None:
+    """L13: a tool that cannot be enforced is named; a forced call is held, strict or not."""
+    asked: Any = {"model": model, "max_tokens": 99, "messages": HI}
+    await client.messages.create(**asked, tools=[{**TOOL, "strict": True}])
+    assert world.router.requests[-1].constraint.structural_tag
+    await client.messages.create(**asked, tools=[TOOL], tool_choice={"type": "any"})
+    assert world.router.requests[-1].constraint.structural_tag
+    await client.messages.create(**asked, tools=[TOOL])
+    assert not world.router.requests[-1].HasField("constraint")
+    schema = {"type": "object", "properties": {"a b": {"type": "string"}}}
+    with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\].input_schema: cannot be enforced"):
+        await client.messages.create(**asked, tools=[{**TOOL, "input_schema": schema, "strict": True}])

@@ -148,3 +148,22 @@ async def test_a_failure_in_the_middle(world: World, client: Any) -> None:
     world.router.script = script
     events = [event async for event in await client.responses.create(model="plain", input="Hi", stream=True)]
     assert (events[-1].type, events[-1].response.error.message) == ("response.failed", "decode died")
+
+
+@pytest.mark.parametrize("model", ["plain", "v41"])
+async def test_strict_tools(world: World, client: Any, model: str) -> None:
+    """In namespaces, too. L13: the tool is named."""
+    bad = {"type": "object", "properties": {"a b": {"type": "string"}}}
+    strict = {**TOOL, "name": "s", "parameters": bad, "strict": True}
+    space: Any = {"type": "namespace", "name": "n", "description": "d", "tools": [strict]}
+    for tools, param in (([TOOL, strict], "tools[1].parameters"), ([TOOL, space], "tools[1].tools[0].parameters")):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.responses.create(model=model, input="Hi", tools=tools)
+        assert refused.value.param == param
+    given: Any = {**TOOL, "strict": True}
+    answer = await client.responses.create(model=model, input="Hi", tools=[given])
+    assert answer.status == "completed"
+    assert world.router.requests[-1].constraint.structural_tag
+    forced = await client.responses.create(model=model, input="Hi", tools=[TOOL], tool_choice="required", store=False)
+    assert forced.status == "completed"
+    assert world.router.requests[-1].constraint.structural_tag
