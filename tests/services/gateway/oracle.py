@@ -76,13 +76,15 @@ class Oracle:
 
     def _said(self, request: inference_pb2.GenerateRequest, prompt: str) -> tuple[list[str], str]:
         """Pieces of markup, whose special tokens are such, and the text behind them."""
+        held = request.constraint.structural_tag
         if prompt.endswith(f"<{DSML} calls>\n"):
-            return [*(piece for call in _calls(prompt) for piece in _dsml(*call)), f"</{DSML} calls>"], ""
+            calls = list(_calls(prompt))[: None if '"plus"' in held else 1]
+            return [*(piece for call in calls for piece in _dsml(*call)), f"</{DSML} calls>"], ""
         thought = ["One step ", "after the other.", "</think>"] if prompt.endswith("<think>") else []
         language = request.constraint.WhichOneof("language")
         if prompt.endswith("<tool_call>\n"):
             bodies = [json.dumps({"name": name, "arguments": given}) for name, given in _calls(prompt)]
-            several = language == "structural_tag"
+            several = '"star"' in held
             return [], "\n</tool_call>\n<tool_call>\n".join(bodies) + "\n</tool_call>" if several else bodies[0]
         if language == "json_schema":
             return thought, json.dumps(_instance(json.loads(request.constraint.json_schema)))
