@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from itertools import islice
 
 import grpc.aio
@@ -78,25 +78,16 @@ class Reserver:
         if not len(fleet.columns(Role.PREFILL)) or not len(fleet.columns(Role.DECODE)):
             raise Unavailable("no prefill or no decode replica is ready; try again shortly", retry_after_s=1.0)
         failed = {*failed, *self._workers.broken()}
-        refusals: list[HeadraceError] = []
         match = await self._prefixes.match(placed.routing, deadline)
         here = self._conditional.order(placed.routing, match, self._clock.monotonic())
-        for pair in islice((pair for pair in here if pair.decode.id not in failed), MOST_COMPUTING):
-            try:
-                return await self._reserve_at(pair, placed, match, attempt, deadline)
-            except HeadraceError as error:
-                if not retry_elsewhere(error):
-                    raise
-                _log.info("decode does not compute it", replica=pair.decode.id.replica_id, error=str(error))
+        sound = islice((pair for pair in here if pair.decode.id not in failed), MOST_COMPUTING)
+        reservation, _ = await self._first(sound, placed, match, attempt, deadline)
+        if reservation is not None:
+            return reservation
         pairs = self._balancer.by_decode(placed.routing, match, self._clock.monotonic(), failed)
-        for pair in islice(pairs, MOST_REFUSALS):
-            try:
-                return await self._reserve_at(pair, placed, match, attempt, deadline)
-            except HeadraceError as error:
-                if not retry_elsewhere(error):
-                    raise
-                _log.info("decode refused", replica=pair.decode.id.replica_id, error=str(error))
-                refusals.append(error)
+        reservation, refusals = await self._first(islice(pairs, MOST_REFUSALS), placed, match, attempt, deadline)
+        if reservation is not None:
+            return reservation
         if not refusals:
             raise _nobody(fleet, placed.routing)
         raise next((error for error in refusals if isinstance(error, ResourceExhausted)), refusals[-1])
@@ -106,6 +97,22 @@ class Reserver:
         best = self._prefixes.local(routing).longest()
         cached = min(best * self._workers.group().block_tokens, routing.prompt_tokens - 1)
         return routing.prompt_tokens - cached
+
+    async def _first(
+        self, pairs: Iterable[Pair], placed: Placed, match: PrefixMatch, attempt: int, deadline: float
+    ) -> tuple[Reservation | None, list[HeadraceError]]:
+        """The first of the pairs that accepts, and what those before it said. Raises what no other could do better."""
+        refusals: list[HeadraceError] = []
+        for pair in pairs:
+            try:
+                return await self._reserve_at(pair, placed, match, attempt, deadline), refusals
+            except HeadraceError as error:
+                if not retry_elsewhere(error):
+                    raise
+                here, replica = computed_at_decode(pair), pair.decode.id.replica_id
+                _log.info("decode refused", replica=replica, compute_here=here, error=str(error))
+                refusals.append(error)
+        return None, refusals
 
     async def _reserve_at(
         self, pair: Pair, placed: Placed, match: PrefixMatch, attempt: int, deadline: float
