@@ -173,18 +173,18 @@ class Chaos:
         self._tell(f"{replica.name} serves as {role.value}")
 
     def _rebalance(self, prefill: int, decode: int) -> None:
-        """Replicas of the role that has too many ranks change, the last ones first."""
+        """Replicas of the role that has too many ranks change, the last ones first, unless it would have too few then.
+        A ratio of other ranks than those that serve is not played."""
         serving = [replica for replica in self._replicas.values() if replica.known and not replica.changing]
         have = {
             role: sum(len(one.ranks) for one in serving if one.role is role) for role in (Role.PREFILL, Role.DECODE)
         }
         self._tell(f"rebalance {have[Role.PREFILL]}+{have[Role.DECODE]} to {prefill}+{decode}")
+        if prefill + decode != sum(have.values()):
+            self._tell(f"{sum(have.values())} ranks serve, not {prefill + decode}: they stay as they are")
+            return
         surplus, other = (Role.PREFILL, Role.DECODE) if have[Role.PREFILL] > prefill else (Role.DECODE, Role.PREFILL)
         wanted = prefill if surplus is Role.PREFILL else decode
-        if prefill + decode != sum(have.values()):
-            self._tell(
-                f"there are {sum(have.values())} ranks, not {prefill + decode}; {surplus.value} goes to {wanted}"
-            )
         for replica in reversed([one for one in serving if one.role is surplus]):
             if have[surplus] - len(replica.ranks) < wanted:
                 break

@@ -191,6 +191,14 @@ def test_a_rebalance_changes_roles_until_the_ratio_is_there(trace: TraceColumns)
     assert outcome.ends["finished"] == outcome.arrivals
 
 
+def test_a_rebalance_of_ranks_that_are_not_there_is_told_and_not_played(trace: TraceColumns) -> None:
+    script = events('[[event]]\nat = 5.0\ndo = "rebalance"\nprefill = 1\ndecode = 70\n')
+    outcome = run(trace, replace(SINGLE, change_s=1.0), load=0.3, scenario=script)
+    assert any("they stay as they are" in line for line in outcome.log)
+    assert not any("serves as" in line for line in outcome.log)
+    assert outcome.problems == ()
+
+
 def test_a_slow_rank_gets_less(trace: TraceColumns) -> None:
     script = events('[[event]]\nat = 1.0\ndo = "slow"\nreplica = "prefill-0"\nfactor = 3.0\n')
     shares = run(trace, Cluster(4, 0), load=0.5, scenario=script).measured.shares["prefill"]
