@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import grpc.aio
 
@@ -21,6 +21,33 @@ _NEED_LEADER: Final = (("hasleader", "true"),)
 _UNREACHABLE: Final = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
 )
+
+
+class _Line:
+    """The connection to one member."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self._left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def leave(self) -> None:
+        """Every call on it ends. grpc.aio is not to be relied on for that: of a channel that is closed it cancels some
+        calls, as if their callers had, and lets others wait for ever."""
+        if not self._left.done():
+            self._left.set_result(None)
+        await self.channel.close()
+
+    async def take(self, step: Awaitable[T]) -> T:
+        """Await a step of a call. Raises RegistryUnavailableError when the member is left meanwhile."""
+        task = asyncio.ensure_future(step)
+        try:
+            waited: set[asyncio.Future[Any]] = {task, self._left}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and not task.cancelled():
+                return task.result()
+        finally:
+            task.cancel()
+        raise RegistryUnavailableError("the member of etcd was left for another one")
 
 
 class LeaseNotFoundError(RegistryError):
@@ -40,13 +67,12 @@ class EtcdClient:
         self._tls = tls
         self._timeout = timeout_seconds
         self._at = 0
-        self._channel = open_channel(self._endpoints[0], rpc, idle_pings=False, tls=tls)
+        self._line = self._connect()
         self._retired: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         """Close the connection."""
-        await asyncio.gather(*self._retired, return_exceptions=True)
-        await self._channel.close()
+        await asyncio.gather(*self._retired, self._line.leave(), return_exceptions=True)
 
     async def read_prefix(self, prefix: bytes) -> tuple[Sequence[pb.KeyValue], int]:
         """All pairs under `prefix`, by key, and the revision at which they were read (linearizable)."""
@@ -104,14 +130,15 @@ class EtcdClient:
         """Changes under `prefix` from `revision` on. Ends when that part of history is compacted, or when etcd ends the
         watch: read again then. Raises RegistryUnavailableError when the stream breaks."""
         create = pb.WatchCreateRequest(key=prefix, range_end=prefix_end(prefix), start_revision=revision)
-        call = stubs.WatchStub(self._channel).Watch(metadata=_NEED_LEADER)
+        line = self._line
+        call = stubs.WatchStub(line.channel).Watch(metadata=_NEED_LEADER)
         try:
-            await call.write(pb.WatchRequest(create_request=create))
-            while isinstance(response := await call.read(), pb.WatchResponse) and not response.canceled:
+            await line.take(call.write(pb.WatchRequest(create_request=create)))
+            while isinstance(response := await line.take(call.read()), pb.WatchResponse) and not response.canceled:
                 for event in response.events:
                     yield event
         except grpc.aio.AioRpcError as failure:
-            raise self._failed(failure) from failure
+            raise self._failed(failure, line) from failure
         except asyncio.InvalidStateError as failure:
             # grpc.aio raises it for a write on a call that has ended already.
             raise RegistryUnavailableError(f"etcd at {self._endpoint} broke the watch") from failure
@@ -122,33 +149,36 @@ class EtcdClient:
     def _endpoint(self) -> str:
         return self._endpoints[self._at]
 
+    def _connect(self) -> _Line:
+        return _Line(open_channel(self._endpoint, self._rpc, idle_pings=False, tls=self._tls))
+
     async def _call(self, call: Callable[[grpc.aio.Channel], Awaitable[T]]) -> T:
+        line = self._line
         try:
-            return await call(self._channel)
+            return await line.take(call(line.channel))
         except grpc.aio.AioRpcError as failure:
-            raise self._failed(failure) from failure
+            raise self._failed(failure, line) from failure
         except asyncio.InvalidStateError as failure:
             raise RegistryUnavailableError(f"etcd at {self._endpoint} broke the call") from failure
 
-    def _failed(self, failure: grpc.aio.AioRpcError) -> RegistryError:
+    def _failed(self, failure: grpc.aio.AioRpcError, line: _Line) -> RegistryError:
         text = f"etcd at {self._endpoint}: {failure.details()}"
         if failure.code() in _UNREACHABLE:
-            self._next_endpoint()
+            self._next_endpoint(line)
             return RegistryUnavailableError(text)
         if failure.code() is grpc.StatusCode.NOT_FOUND:
             return LeaseNotFoundError(text)
         return RegistryError(text)
 
-    def _next_endpoint(self) -> None:
-        """With one endpoint the channel reconnects by itself."""
-        if len(self._endpoints) == 1:
+    def _next_endpoint(self, failed: _Line) -> None:
+        """Unless another call has led away from `failed` before. With one endpoint the channel reconnects by itself."""
+        if len(self._endpoints) == 1 or failed is not self._line:
             return
         self._at = (self._at + 1) % len(self._endpoints)
-        old = self._channel
-        self._channel = open_channel(self._endpoint, self._rpc, idle_pings=False, tls=self._tls)
-        closing = asyncio.create_task(old.close())
-        self._retired.add(closing)
-        closing.add_done_callback(self._retired.discard)
+        self._line = self._connect()
+        leaving = asyncio.create_task(failed.leave())
+        self._retired.add(leaving)
+        leaving.add_done_callback(self._retired.discard)
 
 
 def prefix_end(prefix: bytes) -> bytes:
