@@ -12,8 +12,10 @@ from pathlib import Path
 
 import grpc.aio
 
+from bench.tier_harness.processes import Server
 from tests.chaos.processes import ChaosCluster
 from tests.chaos.schedule import CLOCK, DISK, ETCD, REDIS, Fault, Kind
+from tests.chaos.servers import wait_until_healthy
 
 AIM_S = 6.0
 """Longest wait for a request in flight at the target."""
@@ -153,18 +155,7 @@ class Faults:
 
     async def _elsewhere(self, fault: Fault) -> None:
         if fault.lane in (ETCD, REDIS):
-            server = self._cluster.servers[fault.lane]
-            if fault.kind is Kind.KILL:
-                await asyncio.to_thread(server.kill)
-                await asyncio.sleep(fault.seconds)
-                server.start()
-                await asyncio.to_thread(server.wait_until_it_listens)
-                return
-            await asyncio.to_thread(server.freeze)
-            try:
-                await asyncio.sleep(fault.seconds)
-            finally:
-                server.thaw()
+            await self._hurt_servers(fault)
         elif fault.lane == DISK:
             await asyncio.to_thread(fill, self._cluster.store / BALLAST)
             try:
@@ -173,6 +164,29 @@ class Faults:
                 (self._cluster.store / BALLAST).unlink()
         elif fault.lane == CLOCK:
             self._cluster.clock.move(fault.jump_s)
+
+    async def _hurt_servers(self, fault: Fault) -> None:
+        """All of a kind at once, or, of etcd, one member after another, so that two serve all the time."""
+        servers = self._cluster.servers_of(fault.lane)
+        if fault.kind is Kind.STOP:
+            try:
+                for server in servers:
+                    await asyncio.to_thread(server.freeze)
+                await asyncio.sleep(fault.seconds)
+            finally:
+                for server in servers:
+                    server.thaw()
+            return
+        groups = [[server] for server in servers] if fault.kind is Kind.IN_TURN else [servers]
+        for group in groups:
+            for server in group:
+                await asyncio.to_thread(server.kill)
+            await asyncio.sleep(fault.seconds)
+            for server in group:
+                server.start()
+            for server in group:
+                listens = wait_until_healthy if fault.lane == ETCD else Server.wait_until_it_listens
+                await asyncio.to_thread(listens, server)
 
 
 def fill(path: Path) -> None:

@@ -19,7 +19,8 @@ from headrace.services.runtime.settings import RpcSettings
 from headrace.v1 import common_pb2, control_pb2, control_pb2_grpc, registry_pb2
 from tests.chaos.clock import WallClock
 from tests.chaos.proxy import Proxy
-from tests.chaos.servers import etcd_server, ports, registered
+from tests.chaos.schedule import ETCD, REDIS
+from tests.chaos.servers import etcd_servers, ports, registered, wait_until_healthy
 from tests.services.cluster import POOL
 from tests.zygote import HEADRACE, ForkedProcess, Zygote
 
@@ -135,7 +136,11 @@ class ChaosCluster:
     def names(self) -> dict[str, tuple[str, ...]]:
         """Kind of process → names, as the schedule wants them."""
         found = {role: tuple(each.name for each in self.of(role)) for role in LIVES_OF if self.of(role)}
-        return found | {name: (name,) for name in self.servers}
+        return found | {REDIS: (REDIS,), ETCD: (ETCD,)}
+
+    def servers_of(self, lane: str) -> list[Server]:
+        """Redis, or the members of etcd."""
+        return [server for name, server in self.servers.items() if name.partition("-")[0] == lane]
 
     def ready(self, name: str) -> bool:
         """Whether it is alive, ready, and known as such to every router that lives."""
@@ -204,9 +209,9 @@ class ChaosCluster:
                 if not ended or child.returncode != 0:
                     self.problems.append(f"{process.name} did not end well ({child.returncode}): {process.tail(5)}")
                 child.kill()
-        etcd = self.servers.get("etcd")
-        if etcd is not None and etcd.running:
-            self.left += await registered(etcd.address)
+        etcd = self.servers_of(ETCD)
+        if etcd and all(member.running for member in etcd):
+            self.left += await registered([member.address for member in etcd])
         await asyncio.to_thread(self._zygote.close)
         for server in self.servers.values():
             server.kill()
@@ -223,8 +228,8 @@ class ChaosCluster:
     async def _start(self) -> None:
         self.run_dir.mkdir(parents=True)
         free = ports()
-        self.servers["etcd"] = etcd_server(self.run_dir, next(free), next(free))
-        self.servers["redis"] = redis_server(self.run_dir / "redis", next(free))
+        self.servers |= etcd_servers(self.run_dir, free)
+        self.servers[REDIS] = redis_server(self.run_dir / "redis", next(free))
         for name, server in self.servers.items():
             server.start()
             proxy = self.server_proxies[name] = Proxy(server.port)
@@ -237,8 +242,8 @@ class ChaosCluster:
                 name = f"{role}-{index}"
                 channel = open_channel(f"127.0.0.1:{port}", RpcSettings())
                 self.processes[name] = Process(name, role, port, proxy, channel, self.run_dir / f"{name}.log")
-        for server in self.servers.values():
-            await asyncio.to_thread(server.wait_until_it_listens)
+        await asyncio.gather(*(asyncio.to_thread(wait_until_healthy, member) for member in self.servers_of(ETCD)))
+        await asyncio.to_thread(self.servers[REDIS].wait_until_it_listens)
         for name in self.processes:
             await self.spawn(name)
         self._watching = asyncio.create_task(self._watch())
@@ -249,7 +254,8 @@ class ChaosCluster:
 
     def _arguments(self, process: Process) -> tuple[str, ...]:
         store = f"file://{self.store}"
-        index = f"redis://{self.server_proxies['redis'].address}/0"
+        index = f"redis://{self.server_proxies[REDIS].address}/0"
+        etcd = ",".join(proxy.address for name, proxy in self.server_proxies.items() if name != REDIS)
         own = {
             "router": (*ROUTER, f"index.store={store}", f"index.store_index={index}"),
             "encoder": EXACT,
@@ -258,7 +264,7 @@ class ChaosCluster:
             f"replica_id={process.name}",
             f"model.folder={self.folder}",
             "registry.kind=etcd",
-            f"registry.address={self.server_proxies['etcd'].address}",
+            f"registry.address={etcd}",
             f"listen.port={process.port}",
             f"listen.advertise={process.proxy.address}",
             f"stop.parent_pid={os.getpid()}",

@@ -24,6 +24,8 @@ WORKERS = ("encoder", "prefill", "decode")
 class Kind(StrEnum):
     KILL = "kill"
     STOP = "stop"
+    IN_TURN = "restart_in_turn"
+    """Of etcd's members: killed and started again one after another."""
     WIRE = "wire"
     DISK_FULL = "disk_full"
     CLOCK_JUMP = "clock_jump"
@@ -40,7 +42,7 @@ class Fault:
     target: str
     """Name of a process, or of what else is hurt."""
     seconds: float = 0.0
-    """How long it lasts; of a kill, how late the process is started again."""
+    """How long it lasts; of a kill, how late what was killed is started again."""
     spoil: Spoil = Spoil.NOTHING
     towards_server: bool = True
     jump_s: float = 0.0
@@ -55,6 +57,7 @@ class Rates:
     wires: float = 3.6
     disk: float = 0.5
     clock: float = 0.8
+    in_turn: float = 0.3
 
     def of(self, lane: str) -> tuple[tuple[Kind, float], ...]:
         if lane == WIRE:
@@ -63,7 +66,8 @@ class Rates:
             return ((Kind.DISK_FULL, self.disk),)
         if lane == CLOCK:
             return ((Kind.CLOCK_JUMP, self.clock),)
-        return ((Kind.KILL, self.kills.get(lane, 0.0)), (Kind.STOP, self.stops.get(lane, 0.0)))
+        own = ((Kind.KILL, self.kills.get(lane, 0.0)), (Kind.STOP, self.stops.get(lane, 0.0)))
+        return (*own, (Kind.IN_TURN, self.in_turn)) if lane == ETCD else own
 
 
 LONG = Rates(
@@ -98,6 +102,8 @@ def _fault(
     rng: random.Random, at: float, lane: str, kind: Kind, names: Sequence[str], processes: Mapping[str, Sequence[str]]
 ) -> Fault:
     if kind is Kind.KILL:
+        return Fault(at, lane, kind, rng.choice(names), seconds=rng.choice((0.0, 0.5, 2.0)))
+    if kind is Kind.IN_TURN:
         return Fault(at, lane, kind, rng.choice(names), seconds=rng.choice((0.0, 0.5, 2.0)))
     if kind is Kind.STOP:
         length = SHORT_STOP if rng.random() < 0.5 else LONG_STOP

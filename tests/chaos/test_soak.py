@@ -32,6 +32,7 @@ SHORT = Shape(
         wires=10.0,
         disk=5.0,
         clock=5.0,
+        in_turn=5.0,
     ),
     grace_s=600.0,
 )
@@ -42,4 +43,5 @@ async def test_no_request_fails_and_nothing_is_left(tmp_path: Path) -> None:
     result = await soak(3, [SHORT], Bars(faults=8, kills=5, finished=12), tmp_path)
     assert not result["missed"], json.dumps(result, indent=1)
     assert set(result["kills_by_process"]) == {"router", "prefill", "decode", "redis"}
+    assert result["faults_by_kind"]["restart_in_turn"] == 1
     assert result["faults_in_flight"]
