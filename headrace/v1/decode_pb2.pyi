@@ -621,14 +621,56 @@ class AdoptRequest(_message.Message):
 Global___AdoptRequest: _TypeAlias = AdoptRequest  # noqa: Y015
 
 @_typing.final
+class AdoptedChoice(_message.Message):
+    """A single choice of a request that is continued by itself, and was taken over."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    RECEIVED_TOKENS_FIELD_NUMBER: _builtins.int
+    received_tokens: _builtins.int
+    """How many of them are of this attempt: received_tokens for AttachedRequest."""
+    @_builtins.property
+    def id(self) -> _common_pb2.AttemptId:
+        """The attempt that runs, or ran, here: attach to it. It is of one choice, number 0."""
+
+    @_builtins.property
+    def state(self) -> _common_pb2.ChoiceState:
+        """The request's number of the choice, and its tokens before received_tokens (delivered_token_ids)."""
+
+    def __init__(
+        self,
+        *,
+        id: _common_pb2.AttemptId | None = ...,
+        state: _common_pb2.ChoiceState | None = ...,
+        received_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "received_tokens", b"received_tokens", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdoptedChoice: _TypeAlias = AdoptedChoice  # noqa: Y015
+
+@_typing.final
 class AdoptResponse(_message.Message):
-    """Empty: nothing of this tenant, id and content is here whose events can be sent from received_tokens on; generate anew."""
+    """Without id and single: nothing of this tenant, id and content is here whose events can be sent from received_tokens
+    on; generate anew.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ID_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
     RECEIVED_TOKENS_FIELD_NUMBER: _builtins.int
+    SINGLE_FIELD_NUMBER: _builtins.int
+    HIGHEST_ATTEMPT_FIELD_NUMBER: _builtins.int
+    highest_attempt: _builtins.int
+    """Highest number of an attempt of the request, or of a single choice, that is remembered here; the next one is to be
+    higher. 0: none.
+    """
     @_builtins.property
     def id(self) -> _common_pb2.AttemptId:
         """The attempt that runs, or ran, here: attach to it. No event of it is sent before it is named in AttachRequest."""
@@ -641,16 +683,22 @@ class AdoptResponse(_message.Message):
     def received_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Per choice, how many of them are of this attempt: received_tokens for AttachedRequest."""
 
+    @_builtins.property
+    def single(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdoptedChoice]:
+        """Without id: choices that are continued by themselves and can go on. The others are to be generated anew."""
+
     def __init__(
         self,
         *,
         id: _common_pb2.AttemptId | None = ...,
         choices: _abc.Iterable[_common_pb2.ChoiceState] | None = ...,
         received_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        single: _abc.Iterable[Global___AdoptedChoice] | None = ...,
+        highest_attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "id", b"id", "received_tokens", b"received_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "highest_attempt", b"highest_attempt", "id", b"id", "received_tokens", b"received_tokens", "single", b"single"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -20,6 +21,7 @@ from headrace.services.decode.journal import RequestJournal, Start
 from headrace.services.runtime import peers
 from headrace.services.runtime.clock import Clock
 from headrace.services.runtime.errors import FailedPrecondition, InvalidArgument, Unimplemented
+from headrace.services.runtime.single_choice import single_choice
 from headrace.services.worker.constraints import with_grammar
 from headrace.services.worker.engine_link import EngineLink
 from headrace.services.worker.events_wire import counts_from_wire, first_tokens_from_wire, reason_from_wire
@@ -135,8 +137,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         spec = request.spec
         router = _router_of(spec)
         offsets = [state.received_tokens for state in spec.choices]
-        adopted = self._hub.adopt(spec.id.request_id, content_digest(spec), offsets, router)
-        return decode_pb2.AdoptResponse() if adopted is None else adopted
+
+        @functools.cache
+        def single(choice: int) -> bytes:
+            return content_digest(single_choice(spec, choice))
+
+        return self._hub.adopt(spec.id.request_id, content_digest(spec), offsets, router, single)
 
     # --- transfers ---------------------------------------------------------------------------------------------
 

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Final
 
 from headrace.router.balancers.base import Rejected
 from headrace.router.balancers.conditional import computed_at_decode
@@ -52,6 +54,7 @@ from headrace.services.runtime.errors import (
 from headrace.v1 import inference_pb2
 
 _log = logs.get(__name__)
+NONE_ADOPTED: Final[Mapping[int, Adopted]] = MappingProxyType({})
 POLL_S = 0.05
 """Between two looks for a worker that may take a failed one's place."""
 
@@ -169,11 +172,20 @@ class Course:
             if isinstance(failure, Unavailable):
                 await self._replacement(part.tries)
             if len(part.choices) > 1 and (self._known(part) or len(self.stream.open) < len(part.choices)):
-                singles = [self.run(part.single(choice)) for choice in self.stream.open]
-                async with aclosing(merged(singles)) as ways:
-                    async for response in ways:
+                async with aclosing(self.run_singly(part)) as responses:
+                    async for response in responses:
                         yield response
                 return
+
+    async def run_singly(
+        self, part: Part, adopted: Mapping[int, Adopted] = NONE_ADOPTED
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """Events of the open choices of a part, each continued by itself. `adopted`: those that are under way already,
+        by the client's numbers. Raises as `run`."""
+        singles = [self.run(part.single(choice), adopted.get(choice)) for choice in self.stream.open]
+        async with aclosing(merged(singles)) as ways:
+            async for response in ways:
+                yield response
 
     # --- one attempt -------------------------------------------------------------------------------------------
 
@@ -222,7 +234,7 @@ class Course:
         self._turn.placed()
         if adopted.candidate is not None:
             self._log.worked(adopted.candidate, part.tries)
-        self.stream.adopt(adopted.response.choices)
+        self.stream.adopt(adopted.states)
         events = self._means.adoption.events(adopted, part.placed, self._deadline)
         async with aclosing(events):
             async for step in events:

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from headrace.router.admission import Ticket
 from headrace.services.router.admission import AdmissionDesk, Turn
-from headrace.services.router.adoption import Adoption
+from headrace.services.router.adoption import Adoption, Found
 from headrace.services.router.attempt import Attempts
 from headrace.services.router.constraint import Constraints
 from headrace.services.router.course import Course, Means
@@ -172,13 +172,14 @@ class Generation:
             stream = course.stream = EventStream(
                 placed, log, prepared.report, self._clock, name=prepared.name, received=dict(prepared.resume)
             )
-            part = Part(placed, tuple(range(placed.routing.choices)), _first_attempt(prepared))
-            adopted = await self._means.adoption.find(placed) if prepared.resume else None
+            found = await self._means.adoption.find(placed) if prepared.resume else Found()
             if prepared.resume:
-                self._means.recovered["adopted" if adopted is not None else "regenerated"] += 1
-            if adopted is not None:
-                part.attempt = max(part.attempt, adopted.response.id.attempt)
-            async with aclosing(course.run(part, adopted)) as responses:
+                self._means.recovered["adopted" if found else "regenerated"] += 1
+            part = Part(
+                placed, tuple(range(placed.routing.choices)), max(_first_attempt(prepared), found.highest_attempt)
+            )
+            way = course.run_singly(part, found.singles) if found.singles else course.run(part, found.whole)
+            async with aclosing(way) as responses:
                 async for response in responses:
                     yield response
             for response in stream.end():

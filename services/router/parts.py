@@ -1,7 +1,6 @@
 """What one attempt generates: all choices of a request, or after a failure a single one, from its delivered tokens on.
 
-A single choice is a request of its own for the workers: n = 1, the seed of that choice, which makes its tokens those of
-the choice among the n (spec/protocol.md, Exactness), and an id that still names the whole. N₀ and K stay (L15).
+A single choice is a request of its own for the workers (services/runtime/single_choice.py).
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.services.router.place import Placed
-from headrace.services.runtime.ids import part_id
+from headrace.services.runtime.single_choice import single_choice
 from headrace.v1 import common_pb2
 
 
@@ -30,15 +29,7 @@ class Part:
         """One of its choices by itself."""
         if len(self.choices) == 1:
             return self
-        spec = common_pb2.RequestSpec()
-        spec.CopyFrom(self.placed.spec)
-        state = common_pb2.ChoiceState()
-        state.CopyFrom(self.placed.spec.choices[choice])
-        spec.id.request_id = part_id(spec.id.request_id, choice)
-        spec.sampling.n, spec.sampling.seed = 1, state.seed
-        state.choice = 0
-        del spec.choices[:]
-        spec.choices.append(state)
+        spec = single_choice(self.placed.spec, choice)
         routing = replace(self.placed.routing, choices=1)
         return Part(replace(self.placed, spec=spec, routing=routing), (choice,), self.attempt, self.tries)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from bench.two_routers_harness.clients import OPTIONS
 from bench.two_routers_harness.processes import EtcdCluster
 from headrace.cli.client import replica_status
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
@@ -32,12 +33,14 @@ from tests.services.test_images import IMAGE_TOKEN, picture
 pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (package etcd-server)")
 LENGTH = 200
 FEW = 24
+AHEAD = 100
+"""More tokens of each of three choices than `router.credit_tokens` lets be on the way."""
 """Tokens of the slower model."""
 
 
 @pytest.fixture(scope="module")
 def cluster(v3_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    names = ("router-0", "router-1", "prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2")
+    names = ("router-0", "router-1", "prefill-0", "prefill-1", *(f"decode-{index}" for index in range(4)))
     with EtcdCluster(v3_folder, tmp_path_factory.mktemp("failover"), [member(name) for name in names]) as running_:
         yield running_
 
@@ -116,6 +119,40 @@ def test_three_choices_survive_the_death_of_decode(cluster: EtcdCluster) -> None
     assert seen.usage.cached_tokens + seen.usage.computed_tokens == 50
     assert seen.usage.recomputed_tokens >= 30
     assert expected.usage.recomputed_tokens == 0
+    until_idle(cluster)
+
+
+def test_three_choices_that_a_failure_cut_up_are_resumed_at_another_router(cluster: EtcdCluster) -> None:
+    """L15, L16: decode dies, each choice is continued by itself, then the router stands still and the client goes on at
+    another one: every event once, and no choice had to be made anew."""
+    wanted = request(13, min_tokens=20)
+    wanted.sampling.n, wanted.sampling.presence_penalty = 3, 0.4
+    first, second = cluster.names("router")
+    expected = stream(cluster.address(second), named(wanted, "calm-13"))
+    lost, seen, frozen = named(wanted, "cut-13"), Seen(), cluster.children[first]
+    try:
+        # Of a client that takes little at a time, the router has at most its credit at decode on the way.
+        with grpc.insecure_channel(cluster.address(first), options=OPTIONS) as channel:
+            before: dict[int, int] = {}
+            for event in inference_pb2_grpc.InferenceServiceStub(channel).Generate(lost, timeout=PATIENCE_S):
+                seen.take(event)
+                if not before and len(seen.tokens) == 3 and seen.count >= 12:
+                    kill(cluster, "decode")
+                    before = {choice: len(tokens) for choice, tokens in seen.tokens.items()}
+                if before and all(len(seen.tokens[choice]) >= before[choice] + AHEAD for choice in before):
+                    frozen.signal(signal.SIGSTOP)
+                    break
+        seen.finished.clear()  # ends are told again
+        lost.resume.extend(
+            inference_pb2.ResumePoint(choice=choice, resume_offset=len(tokens))
+            for choice, tokens in seen.tokens.items()
+        )
+        stream(cluster.address(second), lost, seen)
+    finally:
+        frozen.signal(signal.SIGCONT)
+    assert seen.equals(expected)
+    assert seen.report is not None
+    assert {each.role for each in seen.report.replicas} == {common_pb2.ROLE_DECODE}, "all were adopted"
     until_idle(cluster)
 
 

@@ -43,10 +43,17 @@ class Hub:
         self.hub.link = self.link  # type: ignore[assignment]
         self.hub.reporter = SimpleNamespace(load=lambda: None, refresh=lambda: None)  # type: ignore[assignment]
 
-    def begin(self, name: str = "r", attempt: int = 1, router: str = OLD, content: bytes = CONTENT) -> RequestKey:
+    def begin(
+        self,
+        name: str = "r",
+        attempt: int = 1,
+        router: str = OLD,
+        content: bytes = CONTENT,
+        delivered: tuple[int, ...] = (),
+    ) -> RequestKey:
         key = RequestKey(name, attempt)
         now = self.clock.monotonic()
-        self.hub.begin(RequestJournal(key, router, [Start()], 0, content=content, now=now))
+        self.hub.begin(RequestJournal(key, router, [Start(delivered)], 0, content=content, now=now))
         return key
 
     def brings(self, key: RequestKey, offset: int, *ids: int) -> None:
@@ -152,7 +159,6 @@ async def test_an_orphan_goes_to_the_router_that_asks() -> None:
     assert (await old.next()).requests[0].tokens[0].token_ids == [10, 11, 12]
     await new.next()
     adopted = site.hub.adopt("r", CONTENT, [2], NEW)
-    assert adopted is not None
     assert list(adopted.choices[0].delivered_token_ids) == [10, 11]
     assert (await old.next()).overtaken[0].request_id == "r"
     site.brings(key, 3, 13)
@@ -171,7 +177,7 @@ def test_what_cannot_be_handed_over_is_ended() -> None:
     site = Hub()
     older, newer, single = site.begin(attempt=1), site.begin(attempt=2), site.begin("r/1", 3)
     site.brings(older, 0, 1)
-    assert site.hub.adopt("r", CONTENT, [5], NEW) is None
+    assert not site.hub.adopt("r", CONTENT, [5], NEW).HasField("id")
     assert {command.key for command in site.link.told if isinstance(command, Cancel)} == {older, newer, single}
 
 
@@ -181,9 +187,51 @@ def test_the_newest_attempt_is_handed_over() -> None:
     for key in (older, newer):
         site.brings(key, 0, 1)
     adopted = site.hub.adopt("r", CONTENT, [1], NEW)
-    assert adopted is not None
     assert adopted.id.attempt == 2
     assert [command.key for command in site.link.told if isinstance(command, Cancel)] == [older]
+
+
+def content_of(choice: int) -> bytes:
+    return b"choice %d" % choice
+
+
+async def test_choices_that_are_continued_by_themselves_are_handed_over_one_by_one() -> None:
+    """L15, L16: each after what the client has of it. Of one that was made here from later tokens on, nothing can be
+    sent again; it ends, as does the whole that they once were, and what an older attempt at a choice still makes."""
+    site = Hub()
+    whole, former = site.begin("r", 1), site.begin("r/0", 2, content=content_of(0))
+    zero = site.begin("r/0", 3, content=content_of(0), delivered=(5, 6))
+    one = site.begin("r/1", 4, content=content_of(1), delivered=(7, 8, 9))
+    foreign = site.begin("r/2", 9, content=b"another prompt")
+    site.brings(former, 0, 5)
+    for offset in (2, 3):
+        site.brings(zero, offset, 10 + offset)
+    site.brings(one, 3, 20)
+    site.brings(foreign, 0, 30)
+    adopted = site.hub.adopt("r", CONTENT, [3, 2, 0], NEW, content_of)
+    assert not adopted.HasField("id")
+    assert adopted.highest_attempt == 9
+    (single,) = adopted.single
+    assert (single.id.request_id, single.id.attempt, single.state.choice, single.received_tokens) == ("r/0", 3, 0, 1)
+    assert list(single.state.delivered_token_ids) == [5, 6, 12]
+    assert {each.key for each in site.link.told if isinstance(each, Cancel)} == {whole, former, one}
+    new = site.attach(NEW)
+    await new.next()
+    new.say(attached(zero, 50, single.received_tokens))
+    (events,) = (await new.next()).requests
+    assert [(each.offset, list(each.token_ids)) for each in events.tokens] == [(3, [13])]
+    await new.close()
+
+
+def test_a_whole_attempt_is_handed_over_before_its_choices() -> None:
+    """L16: the choices end."""
+    site = Hub()
+    whole, single = site.begin("r", 1), site.begin("r/0", 2, content=content_of(0))
+    site.brings(whole, 0, 1)
+    site.brings(single, 0, 1)
+    adopted = site.hub.adopt("r", CONTENT, [1], NEW, content_of)
+    assert (adopted.id.attempt, len(adopted.single), adopted.highest_attempt) == (1, 0, 2)
+    assert [each.key for each in site.link.told if isinstance(each, Cancel)] == [single]
 
 
 def test_another_request_of_the_name_is_not_found() -> None:
@@ -191,8 +239,8 @@ def test_another_request_of_the_name_is_not_found() -> None:
     site = Hub()
     key = site.begin()
     site.brings(key, 0, 1)
-    assert site.hub.adopt("r", b"something else", [1], NEW) is None
-    assert site.hub.adopt("unknown", CONTENT, [1], NEW) is None
+    assert not site.hub.adopt("r", b"something else", [1], NEW).HasField("id")
+    assert site.hub.adopt("unknown", CONTENT, [1], NEW) == decode_pb2.AdoptResponse()
     assert site.link.told == []
     journal = site.journals.get(key)
     assert journal is not None
@@ -207,7 +255,7 @@ def test_ends_that_nobody_took_are_kept_for_a_client_that_resumes() -> None:
     site.ends(key)
     site.clock.advance(9.0)
     site.hub.reap()
-    assert site.hub.adopt("r", CONTENT, [1], NEW) is not None
+    assert site.hub.adopt("r", CONTENT, [1], NEW).HasField("id")
     site.clock.advance(2.0)
     site.hub.reap()
     assert len(site.journals) == 0
@@ -222,7 +270,7 @@ async def test_a_router_that_lost_a_request_cannot_cancel_it() -> None:
     await old.next()
     await old.next()
     await new.next()
-    assert site.hub.adopt("r", CONTENT, [1], NEW) is not None
+    assert site.hub.adopt("r", CONTENT, [1], NEW).HasField("id")
     old.say(cancel=key)
     while not (await old.next()).overtaken:
         old.say()
@@ -250,7 +298,7 @@ async def test_a_request_that_was_cancelled_is_not_handed_over() -> None:
     old.say(cancel=key)
     site.clock.advance(1.0)
     await old.next()
-    assert site.hub.adopt("r", CONTENT, [1], NEW) is None
+    assert not site.hub.adopt("r", CONTENT, [1], NEW).HasField("id")
     await old.close()
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from headrace.router.request import RoutingRequest
 from headrace.router.topology import RankId, Role
+from headrace.services.router.adoption import Adopted
 from headrace.services.router.attach import Overtaken
 from headrace.services.router.course import Course, Means
 from headrace.services.router.event_stream import EventStream
@@ -122,7 +123,28 @@ class Site:
         encoder = SimpleNamespace(id=self.members[Role.ENCODER][0], role=Role.ENCODER, host="")
         yield EncodedImages((image,), encoder) if prepared.images else EncodedImages()  # type: ignore[arg-type]
 
-    async def run(self, choices: int = 1, *, images: bool = False, **limits: float) -> list[Any]:
+    async def adopted(
+        self, adopted: Adopted, placed: Placed, deadline: float
+    ) -> AsyncIterator[decode_pb2.RequestEvents]:
+        """What follows of one choice that was found."""
+        (state,) = adopted.states
+        for offset in range(len(state.delivered_token_ids), TOKENS):
+            event = common_pb2.TokensEvent(offset=offset, token_ids=[token(state.choice, offset)])
+            await asyncio.sleep(0)
+            yield decode_pb2.RequestEvents(tokens=[event])
+        end = common_pb2.FinishedEvent(reason=common_pb2.FINISH_REASON_LENGTH, completion_tokens=TOKENS)
+        usage = common_pb2.Usage(prompt_tokens=10, computed_tokens=10)
+        yield decode_pb2.RequestEvents(finished=[end], report=decode_pb2.DecodeReport(usage=usage))
+
+    async def run(
+        self,
+        choices: int = 1,
+        *,
+        images: bool = False,
+        received: dict[int, int] | None = None,
+        found: tuple[int, ...] = (),
+        **limits: float,
+    ) -> list[Any]:
         spec = common_pb2.RequestSpec(
             id=common_pb2.AttemptId(request_id="r@t"),
             sampling=common_pb2.SamplingParams(seed=3, n=choices),
@@ -134,7 +156,8 @@ class Site:
         workers = SimpleNamespace(fleet=fleet, broken=lambda: (), group=lambda: None)
         clock, log = SystemClock(), RequestLog(arrived=0.0)
         section = RequestSection(**{"recovery_seconds": 0.2, **limits})  # type: ignore[arg-type]
-        means: Any = Means(section, workers, self, self, SimpleNamespace(), self, clock)  # type: ignore[arg-type]
+        adoption = SimpleNamespace(events=self.adopted)
+        means: Any = Means(section, workers, self, self, adoption, self, clock)  # type: ignore[arg-type]
         prepared: Any = _Prepared((inference_pb2.Image(),) if images else ())
         turn: Any = SimpleNamespace(
             placed=lambda: None, delivered=lambda: None, correct=lambda tokens: None, again=self._again
@@ -143,10 +166,21 @@ class Site:
             tenant: Any = SimpleNamespace(keys=None)
             course = Course(means, prepared, tenant, 1e9, log, turn, stack)
             await course.encode()
-            course.stream = EventStream(placed, log, True, clock, name="r")
-            async with aclosing(course.run(Part(placed, tuple(range(choices)), 0))) as responses:
+            course.stream = EventStream(placed, log, True, clock, name="r", received=received)
+            part = Part(placed, tuple(range(choices)), 0)
+            singles = {choice: self._single(choice, (received or {}).get(choice, 0)) for choice in found}
+            way = course.run_singly(part, singles) if singles else course.run(part)
+            async with aclosing(way) as responses:
                 out = [response async for response in responses]
             return out + course.stream.end()
+
+    def _single(self, choice: int, received: int) -> Adopted:
+        known = [token(choice, offset) for offset in range(received)]
+        worker: Any = SimpleNamespace(ranks=())
+        identifier = common_pb2.AttemptId(request_id=f"r@t/{choice}", attempt=4)
+        return Adopted(
+            worker, None, identifier, (common_pb2.ChoiceState(choice=choice, delivered_token_ids=known),), (0,)
+        )
 
     async def _again(self) -> None:
         raise ResourceExhausted("no room", retry_after_s=1.0)
@@ -215,6 +249,27 @@ async def test_before_the_first_token_all_choices_are_tried_again() -> None:
     site = Site(fail=lambda asked: (0, Unavailable("prefill is gone")) if asked.attempt < 3 else None)
     assert tokens(await site.run(3)) == WHOLE
     assert [asked.name for asked in site.asked] == ["r@t"] * 3
+
+
+async def test_choices_that_were_found_go_on_and_the_others_are_made_anew() -> None:
+    """L15, L28: resumed after a failure had cut the request up: of three choices one runs at a decode, one has ended at
+    another, and nobody has the third. Every event that the client lacks comes once."""
+    site = Site()
+    received = {0: 2, 1: TOKENS, 2: 3}
+    responses = await site.run(3, received=received, found=(0, 1))
+    got: dict[int, list[tuple[int, int]]] = {}
+    ends = [response.finished.choice for response in responses if response.HasField("finished")]
+    for response in responses:
+        if response.HasField("tokens"):
+            event = response.tokens
+            got.setdefault(event.choice, []).extend(enumerate(event.token_ids, event.offset))
+    assert got == {
+        choice: [(offset, token(choice, offset)) for offset in range(received[choice], TOKENS)] for choice in (0, 2)
+    }
+    assert sorted(ends) == [0, 1, 2]
+    assert [(asked.name, asked.delivered) for asked in site.asked] == [("r@t/2", [[]])]
+    assert [response.HasField("usage") for response in responses].count(True) == 1
+    assert next(each.usage for each in responses if each.HasField("usage")).completion_tokens == 3 * TOKENS
 
 
 async def test_attempts_are_bounded() -> None:
