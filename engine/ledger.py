@@ -23,6 +23,8 @@ class Ledger:
         self._live: dict[RequestKey, LiveRequest] = {}
         self._highest: OrderedDict[str, int] = OrderedDict()
         self._accepted = 0
+        self.highest_attempt = 0
+        """Of any request that was opened."""
         self._ended: Counter[FinishReason] = Counter()
 
     def __len__(self) -> int:
@@ -60,6 +62,7 @@ class Ledger:
         self._live[live.key] = live
         self._accepted += 1
         self._highest[live.key.request_id] = live.key.attempt
+        self.highest_attempt = max(self.highest_attempt, live.key.attempt)
         self._highest.move_to_end(live.key.request_id)
         while len(self._highest) > REMEMBERED_ATTEMPTS + len(self._live):
             self._highest.popitem(last=False)

@@ -102,6 +102,8 @@ class EngineStatus:
     """Decode role: most choices that held a slot at once, counted over live requests at every reservation (L23)."""
     prompt_budget: int = 0
     """Prompt tokens that a step has room for beside what runs."""
+    highest_attempt: int = 0
+    """Highest number of an attempt of any request since start."""
     landing_sound: bool = True
     """False when too much is quarantined: the worker is unready and rebuilds its landing region."""
 
@@ -134,6 +136,7 @@ def engine_status(engine: Engine) -> EngineStatus:
             if live.sequences[0].state in (State.QUEUED, State.RUNNING)
         ),
         prompt_budget=engine.scheduler.prompt_budget,
+        highest_attempt=engine.ledger.highest_attempt,
     )
 
 

@@ -1463,6 +1463,7 @@ class LoadReport(_message.Message):
     STEP_PAIRS_FIELD_NUMBER: _builtins.int
     SLOTS_PEAK_FIELD_NUMBER: _builtins.int
     PROMPT_BUDGET_FIELD_NUMBER: _builtins.int
+    HIGHEST_ATTEMPT_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Rank inside the replica."""
     queued_requests: _builtins.int
@@ -1503,6 +1504,8 @@ class LoadReport(_message.Message):
     """Most slots that were booked at once since start, counted over the live requests at every reservation (decode)."""
     prompt_budget: _builtins.int
     """Prompt tokens that a step has room for beside what runs (decode: for ReserveRequest.compute_here)."""
+    highest_attempt: _builtins.int
+    """Highest number of an attempt of any request since start. Routers number theirs by clocks that are not behind it."""
     def __init__(
         self,
         *,
@@ -1526,10 +1529,11 @@ class LoadReport(_message.Message):
         step_pairs: _builtins.int = ...,
         slots_peak: _builtins.int = ...,
         prompt_budget: _builtins.int = ...,
+        highest_attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["landing_quarantined", b"landing_quarantined", "prompt_budget", b"prompt_budget", "queued_image_tokens", b"queued_image_tokens", "queued_requests", b"queued_requests", "queued_tokens", b"queued_tokens", "rank", b"rank", "reserved_requests", b"reserved_requests", "rows_cached", b"rows_cached", "rows_total", b"rows_total", "rows_used", b"rows_used", "running_requests", b"running_requests", "slots_peak", b"slots_peak", "slots_total", b"slots_total", "slots_used", b"slots_used", "step", b"step", "step_context_tokens", b"step_context_tokens", "step_pairs", b"step_pairs", "step_requests", b"step_requests", "step_tokens", b"step_tokens", "step_us", b"step_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["highest_attempt", b"highest_attempt", "landing_quarantined", b"landing_quarantined", "prompt_budget", b"prompt_budget", "queued_image_tokens", b"queued_image_tokens", "queued_requests", b"queued_requests", "queued_tokens", b"queued_tokens", "rank", b"rank", "reserved_requests", b"reserved_requests", "rows_cached", b"rows_cached", "rows_total", b"rows_total", "rows_used", b"rows_used", "running_requests", b"running_requests", "slots_peak", b"slots_peak", "slots_total", b"slots_total", "slots_used", b"slots_used", "step", b"step", "step_context_tokens", b"step_context_tokens", "step_pairs", b"step_pairs", "step_requests", b"step_requests", "step_tokens", b"step_tokens", "step_us", b"step_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,7 +14,6 @@ ERROR (L28).
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
@@ -48,8 +47,6 @@ from headrace.v1 import common_pb2, encoder_pb2, inference_pb2
 
 T = TypeVar("T")
 _log = logs.get(__name__)
-_ATTEMPTS_FROM = 1_767_225_600
-"""2026-01-01, Unix time."""
 
 
 class Generation:
@@ -129,6 +126,11 @@ class Generation:
             raise InvalidArgument("a request of this id is running; choose another", field="request_id")
         return replace(prepared, request_id=own)
 
+    def _attempt_before(self, prepared: Prepared, found: Found) -> int:
+        """The number before that of the first attempt (L16). A name that the client has given may have been used
+        before, here or at another router, and the newest use is to win."""
+        return max(found.highest_attempt, self._workers.numbers.now()) if prepared.named else 0
+
     def _ticket(self, prepared: Prepared, placed: Placed | None, tenant: Tenant, deadline: float) -> Ticket:
         """What it will probably cost. Images are counted before their encoder has seen them."""
         tokens = len(prepared.token_ids) + sum(image_tokens(image, self._model.vision) for image in prepared.images)
@@ -175,9 +177,7 @@ class Generation:
             found = await self._means.adoption.find(placed) if prepared.resume else Found()
             if prepared.resume:
                 self._means.recovered["adopted" if found else "regenerated"] += 1
-            part = Part(
-                placed, tuple(range(placed.routing.choices)), max(_first_attempt(prepared), found.highest_attempt)
-            )
+            part = Part(placed, tuple(range(placed.routing.choices)), self._attempt_before(prepared, found))
             way = course.run_singly(part, found.singles) if found.singles else course.run(part, found.whole)
             async with aclosing(way) as responses:
                 async for response in responses:
@@ -201,12 +201,6 @@ def _worst(current: Outcome, finished: common_pb2.FinishedEvent) -> Outcome:
     if outcome is Outcome.FAILED and outcome_of(from_proto(finished.error)) is Outcome.CANCELLED:
         outcome = Outcome.CANCELLED
     return max(current, outcome, key=_ORDER.index)
-
-
-def _first_attempt(prepared: Prepared) -> int:
-    """The number before that of the first attempt (L16). A name that the client has given may have been used before,
-    here or at another router, and the newest use is to win: tenths of seconds since 2026, enough for 13 years."""
-    return round((time.time() - _ATTEMPTS_FROM) * 10) if prepared.named else 0
 
 
 async def _before(deadline: float, clock: Clock, work: Awaitable[T], where: str) -> T:

@@ -15,6 +15,7 @@ from headrace.router.ranks import RankNumbers
 from headrace.router.reports import Report
 from headrace.router.topology import Candidate, RankId, Role
 from headrace.services.router.attach import DecodeLink
+from headrace.services.router.attempt_numbers import AttemptNumbers
 from headrace.services.router.balance import Balance
 from headrace.services.router.settings import RouterSettings
 from headrace.services.runtime import logs
@@ -95,6 +96,7 @@ class Workers:
             settle_s=SETTLE_S,
         )
         self.balance = Balance(self.fleet, settings.balance, native)
+        self.numbers = AttemptNumbers(clock)
         self._workers: dict[tuple[str, str], Worker] = {}
         self.on_joined: Callable[[Worker], None] = lambda worker: None
         self.on_left: Callable[[Worker], None] = lambda worker: None
@@ -200,6 +202,7 @@ class Workers:
             step=load.step,
             step_s=load.step_us / 1e6,
         )
+        self.numbers.see(load.highest_attempt)
         now = self._clock.monotonic()
         if self.fleet.report(rank, report, now, counts):
             self.balance.learn(rank, load, now)

@@ -45,6 +45,7 @@ def load_report(status: EngineStatus, *, rank: int = 0) -> common_pb2.LoadReport
         step_pairs=status.last_step.pairs,
         slots_peak=status.booked_peak,
         prompt_budget=status.prompt_budget,
+        highest_attempt=status.highest_attempt,
     )
 
 

@@ -39,6 +39,6 @@ class WallClock:
         return self._environ
 
     def move(self, seconds: float) -> None:
-        """Let it jump; seconds are added to what it is ahead by already."""
+        """Let it jump, ahead or back; seconds are added to what it is ahead by already."""
         self.offset_s += seconds
         self._shared[:] = struct.pack("q", round(self.offset_s * 1e9))

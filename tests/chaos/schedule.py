@@ -125,7 +125,7 @@ def _fault(
         )
     if kind is Kind.DISK_FULL:
         return Fault(at, lane, kind, names[0], seconds=round(rng.uniform(2.0, 8.0), 1))
-    return Fault(at, lane, kind, names[0], jump_s=rng.choice((2.0, 45.0, 3600.0, 90_000.0)))
+    return Fault(at, lane, kind, names[0], jump_s=rng.choice((-1, 1)) * rng.choice((2.0, 45.0, 3600.0, 90_000.0)))
 
 
 class Manner(StrEnum):

@@ -46,6 +46,11 @@ def test_stops_are_shorter_and_longer_than_the_limits() -> None:
     assert any(seconds >= LONG_STOP[0] for seconds in stops)
 
 
+def test_the_clock_jumps_both_ways() -> None:
+    jumps = [fault.jump_s for fault in faults(3, 600, PROCESSES) if fault.kind is Kind.CLOCK_JUMP]
+    assert min(jumps) < 0 < max(jumps)
+
+
 def test_somebody_grows_old() -> None:
     """RSS is compared of processes that have lived three minutes."""
     killed = {

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from headrace.services.router.generate import Generation, _first_attempt
+from headrace.services.router.adoption import Found
+from headrace.services.router.attempt_numbers import FROM_S, AttemptNumbers
+from headrace.services.router.generate import Generation
 from headrace.services.router.prepare import Prepared
 from headrace.services.router.settings import RouterSettings
 from headrace.services.router.tenants import Tenant, TenantKeys
-from headrace.services.runtime.clock import SystemClock
+from headrace.services.runtime.clock import ManualClock, SystemClock
 from headrace.services.runtime.errors import InvalidArgument
 from headrace.services.runtime.ids import part_id, scoped_id, whole_id
 from headrace.services.worker.spec_wire import content_digest
@@ -65,11 +67,15 @@ def test_a_client_that_resumes_does_not_wait_for_its_lost_stream() -> None:
 
 
 def test_later_uses_of_a_name_have_higher_numbers() -> None:
-    """L16: a router that knows nothing of earlier attempts gets a higher number; drawn names need none."""
-    assert _first_attempt(prepared(named=False)) == 0
-    number = _first_attempt(prepared())
-    assert 0 < number < 2**32
-    assert _first_attempt(prepared()) >= number
+    """L16: a router that knows nothing of earlier attempts gets a higher number, above all that decode remembers of the
+    request; drawn names need none."""
+    clock, router = ManualClock(5.0), generation()
+    router._workers.numbers = AttemptNumbers(clock, lambda: FROM_S + 1000.0)
+    assert router._attempt_before(prepared(named=False), Found()) == 0
+    assert router._attempt_before(prepared(), Found()) == 10_000
+    clock.advance(0.2)
+    assert router._attempt_before(prepared(), Found()) == 10_002
+    assert router._attempt_before(prepared(), Found(highest_attempt=77_000)) == 77_000
 
 
 def test_parts_name_their_whole() -> None:
