@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.seeds import choice_seed
 from headrace.engine.text.constraint import Constraint, Language
 from headrace.engine.text.constraint_forms import from_choices, from_grammar, from_regex
+from headrace.engine.text.structural_tags import from_structural_tag
 
 PATTERN = "(?:[a-f]{2,9}[0-9]){1,3}"
 DRAWN = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, presence_penalty=0.5, repetition_penalty=1.2)
@@ -63,11 +65,29 @@ def test_batch_and_preemption_change_nothing(kit: Any, model: Any, held: Any) ->
     assert engine.runner.masks.work.masks > 0
 
 
-def test_a_continuation_goes_on_inside_its_language(kit: Any, model: Any, held: Any) -> None:
+def a_call(kit: Any) -> Constraint:
+    """A tool call between special tokens, as V4.1 has it, behind free text."""
+    special = next(token for token in range(kit.tokenizer.size) if kit.tokenizer.is_special(token) and token != kit.eos)
+    schema = {"properties": {"a": {"enum": ["xy", 7]}}, "required": ["a"], "maxProperties": 1}
+    free = {"type": "grammar", "grammar": "root ::= [a-z]{3,4}"}
+    call = {"type": "json_schema", "json_schema": schema, "style": "deepseek_v4_1_xml", "dsml_token": special}
+    return from_structural_tag(json.dumps({"type": "sequence", "elements": [free, call]}))
+
+
+@pytest.mark.parametrize("language", ["expression", "call"])
+def test_a_continuation_goes_on_inside_its_language(kit: Any, model: Any, held: Any, language: str) -> None:
     """L15: from any number of delivered tokens on, the rest is what it would have been."""
-    request = held("r", 20, from_regex(PATTERN), sampling=DRAWN, seed=5)
-    whole = served(kit, kit.engine(model), [request])["r"].tokens[0]
-    for count in (1, 2, len(whole) - 1):
+    constraint = from_regex(PATTERN) if language == "expression" else a_call(kit)
+    request = held("r", 20, constraint, sampling=DRAWN, seed=5, max_tokens=90)
+    first = served(kit, kit.engine(model), [request])["r"]
+    whole = first.tokens[0]
+    if language == "call":
+        assert first.finished[0].reason is FinishReason.STOP
+        assert sum(map(kit.tokenizer.is_special, whole)) == 3
+        assert re.fullmatch(
+            r'[a-z]{3,4}< parameter name="a" string="(true">xy|false">7(.0)?)</ parameter>\n', first.text[0]
+        )
+    for count in (1, 2, len(whole) // 2, len(whole) - 2, len(whole) - 1):
         again = replace(request, delivered=(tuple(whole[:count]),))
         outcome = kit.collect(kit.run(_submitted(kit, model, again)))["r"]
         assert outcome.tokens[0] == whole[count:] or whole[:count] + outcome.tokens[0] == whole
