@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,8 +27,11 @@ class Hub:
     def __init__(self) -> None:
         self.adopted_for: list[str] = []
 
-    def adopt(self, request_id: str, content: bytes, offsets: list[int], router: str) -> None:
+    def adopt(
+        self, request_id: str, content: bytes, offsets: list[int], router: str, single: Callable[[int], bytes]
+    ) -> decode_pb2.AdoptResponse:
         self.adopted_for.append(router)
+        return decode_pb2.AdoptResponse()
 
 
 def servicer(hub: Hub) -> Any:
