@@ -17,7 +17,6 @@ from headrace.services.runtime.errors import (
     Unavailable,
     from_proto,
 )
-from headrace.services.runtime.ids import new_request_id
 from headrace.v1 import common_pb2, inference_pb2
 
 if TYPE_CHECKING:
@@ -55,6 +54,8 @@ class Reply:
     seed: int
     choices: tuple[ReplyChoice, ...]
     usage: common_pb2.Usage
+    events: tuple[inference_pb2.GenerateResponse, ...] = ()
+    """Of which it is made."""
 
 
 Settle = Callable[[int, Reply | HeadraceError], None]
@@ -65,8 +66,12 @@ class Asker(Protocol):
     """Answers requests."""
 
     @property
+    def model(self) -> inference_pb2.Model:
+        """The model, as a cluster describes it. Raises HeadraceError."""
+
+    @property
     def identity(self) -> Identity:
-        """The model. Raises HeadraceError."""
+        """Which model. Raises HeadraceError."""
 
     def ask(self, requests: Sequence[inference_pb2.GenerateRequest], settle: Settle) -> None:
         """Answer all. A refused request is settled with its error and spoils no other (L13). Raises HeadraceError when
@@ -83,18 +88,19 @@ class RouterAsker:
         self._timeout_s = timeout_s
 
     @property
-    def identity(self) -> Identity:
+    def model(self) -> inference_pb2.Model:
         models = self._client.models().models
         if not models:
             raise Unavailable("the cluster serves no model yet; try again when its workers are ready")
-        return _identity(models[0].identity)
+        return models[0]
+
+    @property
+    def identity(self) -> Identity:
+        return _identity(self.model.identity)
 
     def ask(self, requests: Sequence[inference_pb2.GenerateRequest], settle: Settle) -> None:
         def call(index: int) -> Reply:
-            answer = Answer()
-            for event in self._client.generate(requests[index], self._timeout_s):
-                answer.take(event)
-            return reply_of(answer)
+            return reply_of(tuple(self._client.generate(requests[index], self._timeout_s)))
 
         Bounded(call, settle, self._client.close, self._concurrency, PATIENCE_S).run(len(requests))
 
@@ -106,20 +112,25 @@ class EngineAsker:
         self._runner = runner
 
     @property
+    def model(self) -> inference_pb2.Model:
+        return self._runner.model
+
+    @property
     def identity(self) -> Identity:
-        return _identity(self._runner.identity)
+        return _identity(self.model.identity)
 
     def ask(self, requests: Sequence[inference_pb2.GenerateRequest], settle: Settle) -> None:
-        identity = self.identity
-
         def on_result(index: int, result: Result) -> None:
-            settle(index, result.error or _engine_reply(result, identity))
+            settle(index, result.error or reply_of(self._runner.events(result)))
 
         self._runner.run(requests, on_result)
 
 
-def reply_of(answer: Answer) -> Reply:
+def reply_of(events: tuple[inference_pb2.GenerateResponse, ...]) -> Reply:
     """A stream's events as one reply. Raises the error that ended a choice."""
+    answer = Answer()
+    for event in events:
+        answer.take(event)
     choices = tuple(_choice(choice) for _, choice in sorted(answer.choices.items()))
     if answer.started is None or not choices or answer.usage is None:
         raise Internal("the stream ended before the answer did; this is a defect of the server")
@@ -129,6 +140,7 @@ def reply_of(answer: Answer) -> Reply:
         seed=answer.started.seed,
         choices=choices,
         usage=answer.usage,
+        events=events,
     )
 
 
@@ -140,27 +152,6 @@ def _choice(choice: Choice) -> ReplyChoice:
     if choice.reason not in ("stop", "length"):
         raise Cancelled(f"the request ended with {choice.reason or 'nothing'}; repeat it")
     return ReplyChoice(choice.text, tuple(choice.token_ids), choice.reason)
-
-
-def _engine_reply(result: Result, identity: Identity) -> Reply:
-    done = result.completion
-    assert done is not None
-    return Reply(
-        request_id=new_request_id(),
-        model=identity,
-        seed=done.request.seed,
-        choices=tuple(
-            ReplyChoice(choice.text, tuple(choice.token_ids), "" if choice.reason is None else choice.reason.value)
-            for choice in done.choices
-        ),
-        usage=common_pb2.Usage(
-            prompt_tokens=done.request.prompt_length,
-            cached_tokens=done.counts.cached,
-            loaded_tokens=done.counts.loaded,
-            computed_tokens=done.counts.computed,
-            completion_tokens=done.completion_tokens,
-        ),
-    )
 
 
 def _identity(model: common_pb2.ModelIdentity) -> Identity:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import secrets
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,13 +16,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from headrace.cli.askers import Asker, Reply
-from headrace.cli.batch_bodies import field_of, response_body, to_request
+from headrace.cli.batch_bodies import APIS, Asked, Conversion
 from headrace.cli.exits import CliError, Exit
 from headrace.cli.progress import progress_bar
 from headrace.services.gateway.errors import body_of, status_of
 from headrace.services.runtime.errors import HeadraceError, InvalidArgument
 from headrace.services.runtime.line_log import Entry, LineLog, LineLogError, line_of
-from headrace.v1 import inference_pb2
 
 _KEYS: Final = frozenset({"custom_id", "method", "url", "body"})
 Put = Callable[[Entry], None]
@@ -36,7 +34,6 @@ class BatchLine:
     custom_id: str | None
     url: str
     body: Any
-    request: inference_pb2.GenerateRequest | None
     error: HeadraceError | None = None
 
 
@@ -80,9 +77,9 @@ def _line(text: str, number: int) -> BatchLine:
             raise InvalidArgument("is no key of a batch line", field=name)
         if entry.get("method", "POST") != "POST":
             raise InvalidArgument("must be POST", field="method")
-        return BatchLine(custom_id, url, body, to_request(url, body))
+        return BatchLine(custom_id, url, body)
     except HeadraceError as error:
-        return BatchLine(custom_id, url, body, None, error)
+        return BatchLine(custom_id, url, body, error)
 
 
 def is_answer(entry: Entry) -> bool:
@@ -96,47 +93,59 @@ def answered_ids(entries: Sequence[Entry]) -> set[str]:
     return {str(entry.get("custom_id")) for entry in entries if is_answer(entry)}
 
 
-def run_batch(lines: Sequence[BatchLine], done: set[str], asker: Callable[[], Asker], put: Put) -> int:
-    """Answer the lines that are not in `done`; how many failed. `asker` is called if there is anything to ask."""
+def run_batch(
+    lines: Sequence[BatchLine], done: set[str], opened: Callable[[], tuple[Asker, Conversion]], put: Put
+) -> int:
+    """Answer the lines that are not in `done`; how many failed. `opened` is called if there is anything to ask."""
     left = [line for line in lines if line.custom_id is None or line.custom_id not in done]
     failed = 0
-    todo: list[tuple[BatchLine, inference_pb2.GenerateRequest]] = []
+
+    def fail(line: BatchLine, error: HeadraceError) -> None:
+        nonlocal failed
+        failed += 1
+        put(error_entry(line, error))
+
     for line in left:
         if line.error is not None:
-            failed += 1
-            put(error_entry(line, line.error))
-        elif line.request is not None:
-            todo.append((line, line.request))
+            fail(line, line.error)
+    left = [line for line in left if line.error is None]
+    if not left:
+        return failed
+    asker, conversion = opened()
+    todo: list[tuple[BatchLine, Asked]] = []
+    for line in left:
+        try:
+            todo.append((line, conversion.asked(line.url, line.body)))
+        except HeadraceError as error:
+            fail(line, error)
     if not todo:
         return failed
     with progress_bar() as bar:
         task = bar.add_task("requests", total=len(lines), completed=len(lines) - len(todo))
 
         def settle(index: int, outcome: Reply | HeadraceError) -> None:
-            nonlocal failed
-            line = todo[index][0]
-            if isinstance(outcome, HeadraceError):
-                failed += 1
-                put(error_entry(line, outcome))
-            else:
-                put(answer_entry(line, outcome))
+            line, asked = todo[index]
+            try:
+                if isinstance(outcome, HeadraceError):
+                    raise outcome
+                put(answer_entry(line, outcome.request_id, asked.response(outcome.events)))
+            except HeadraceError as error:
+                fail(line, error)
             bar.advance(task)
 
-        asker().ask([request for _, request in todo], settle)
+        asker.ask([asked.request for _, asked in todo], settle)
     return failed
 
 
-def answer_entry(line: BatchLine, reply: Reply) -> Entry:
+def answer_entry(line: BatchLine, request_id: str, body: dict[str, Any]) -> Entry:
     """The output line of a good answer."""
-    body = response_body(line.url, reply, int(time.time()))
-    response = {"status_code": 200, "request_id": reply.request_id, "body": body}
+    response = {"status_code": 200, "request_id": request_id, "body": body}
     return {"id": _new_id(), "custom_id": line.custom_id, "response": response, "error": None}
 
 
 def error_entry(line: BatchLine, error: HeadraceError) -> Entry:
     """The output line of a failure: the gateway's status and error body, and code and message once more."""
-    error.field = field_of(error.field, line.body if isinstance(line.body, dict) else {})
-    body = body_of(error, "openai", "")
+    body = body_of(error, "openai", "", APIS.get(line.url, ""))
     code = body["error"]["code"] or body["error"]["type"]
     return {
         "id": _new_id(),

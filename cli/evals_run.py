@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from headrace.cli.askers import Asker, Identity, Reply
-from headrace.cli.batch_bodies import image_of
 from headrace.cli.exits import CliError, Exit
 from headrace.cli.progress import progress_bar
 from headrace.cli.sources import Source, open_asker
@@ -18,6 +17,7 @@ from headrace.evals.errors import EvalError
 from headrace.evals.items import Turn
 from headrace.evals.run_folder import Manifest, RunFolder, Sampling, Task, key_of, tasks_of
 from headrace.services.gateway import usage as usages
+from headrace.services.gateway.prompts import image_of
 from headrace.services.runtime.errors import HeadraceError, InvalidArgument
 from headrace.services.runtime.line_log import Entry, LineLog
 from headrace.v1 import common_pb2, inference_pb2

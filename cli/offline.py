@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.progress import Progress, TaskID, TextColumn
 
+from headrace.cli.askers import Asker
 from headrace.cli.batch import is_batch, opened, read_batch, run_batch
+from headrace.cli.batch_bodies import Conversion
 from headrace.cli.exits import CliError, Exit
 from headrace.cli.progress import progress_bar
 from headrace.cli.request_line import LineError, parse_line
-from headrace.cli.sources import Source, load_runner, open_asker
+from headrace.cli.sources import Source, load_runner, open_asker, text_folder
+from headrace.engine.text.errors import TextError
 from headrace.services.runtime.errors import HeadraceError
 
 if TYPE_CHECKING:
@@ -56,10 +59,19 @@ def _batch(source: Source, text: str, output: Path | None) -> int:
     again = "" if output is None else "; what is answered is kept: repeat the command to go on"
     with opened(output) as (done, put), ExitStack() as stack:
         try:
-            failed = run_batch(lines, done, lambda: stack.enter_context(open_asker(source)), put)
+            failed = run_batch(lines, done, lambda: _opened_for_batch(source, stack), put)
         except KeyboardInterrupt:
             raise CliError(f"interrupted{again}", Exit.INTERRUPTED) from None
     return _verdict(failed, len(lines))
+
+
+def _opened_for_batch(source: Source, stack: ExitStack) -> tuple[Asker, Conversion]:
+    folder = text_folder(source)
+    asker = stack.enter_context(open_asker(source))
+    try:
+        return asker, Conversion(asker.model, folder)
+    except TextError as error:
+        raise CliError(str(error)) from error
 
 
 def _verdict(failed: int, total: int) -> int:

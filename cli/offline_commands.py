@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,13 @@ Model = Annotated[
 Router = Annotated[
     str | None,
     typer.Option(metavar="HOST:PORT", help="Ask this cluster; without --model the default is your running `up`'s."),
+]
+Folder = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FOLDER|NAME",
+        help="Of another's cluster, for a batch file: its model's folder, of which tokenizer and template are read.",
+    ),
 ]
 ApiKey = Annotated[
     str | None, typer.Option(envvar="HEADRACE_API_KEY", show_envvar=False, help="Default: $HEADRACE_API_KEY.")
@@ -76,6 +84,7 @@ def offline(
     ] = None,
     model: Model = None,
     router: Router = None,
+    folder: Folder = None,
     api_key: ApiKey = None,
     name: Name = None,
     concurrency: Concurrency = 32,
@@ -87,7 +96,10 @@ def offline(
     sets: Sets = None,
 ) -> None:
     """Answer a file of requests: Headrace's own lines, or a batch file of the OpenAI API."""
+    from headrace.cli.model_folder import find_model
     from headrace.cli.offline import offline
 
     source = source_of(model, router, api_key, name, concurrency, timeout, device, dtype, threads, config, sets)
+    if folder is not None:
+        source = replace(source, text_folder=find_model(folder, dtype))
     raise typer.Exit(offline(source, file, output))

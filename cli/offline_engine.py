@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 
 from headrace.engine.errors import EngineError
+from headrace.engine.messages import Finished, Tokens
 from headrace.engine.offline import Completion, OfflineEngine, Progress
 from headrace.engine.request import EngineRequest
 from headrace.engine.vision.config import VisionError
@@ -31,9 +32,11 @@ from headrace.services.router.tenants import TENANT, TenantKeys
 from headrace.services.router.workers import ModelGroup
 from headrace.services.runtime.engine_errors import translate
 from headrace.services.runtime.errors import HeadraceError, InvalidArgument
+from headrace.services.runtime.ids import new_request_id
 from headrace.services.runtime.images import content_digest, resized_config
 from headrace.services.runtime.registry.base import Role
 from headrace.services.worker.engine_host import load
+from headrace.services.worker.events_wire import TokenBytes, finished_to_wire, tokens_to_wire
 from headrace.services.worker.settings import WorkerSettings
 from headrace.services.worker.spec_wire import engine_request
 from headrace.v1 import common_pb2, encoder_pb2, inference_pb2
@@ -124,15 +127,47 @@ class OfflineRunner:
         return [result for result in results if result is not None]
 
     @property
-    def identity(self) -> common_pb2.ModelIdentity:
-        """Name and fingerprints, as a cluster tells them."""
-        facts = self._loaded.facts
-        return common_pb2.ModelIdentity(
-            name=facts.name,
-            model_fingerprint=facts.model_fp,
-            layout_fingerprint=facts.layout_fp,
-            row_fingerprint=facts.row_fp,
+    def model(self) -> inference_pb2.Model:
+        """As a cluster describes it."""
+        facts, limits = self._loaded.facts, self._settings.requests
+        return inference_pb2.Model(
+            identity=common_pb2.ModelIdentity(
+                name=facts.name,
+                model_fingerprint=facts.model_fp,
+                layout_fingerprint=facts.layout_fp,
+                row_fingerprint=facts.row_fp,
+            ),
+            limits=inference_pb2.ModelLimits(max_tokens=limits.max_tokens),
+            eos_token_ids=() if self._served.text is None else self._served.text.eos_token_ids,
+            block_tokens=self._group.block_tokens,
         )
+
+    def events(self, result: Result) -> tuple[inference_pb2.GenerateResponse, ...]:
+        """A completion as a cluster's stream would have brought it, but all of a choice at once."""
+        done = result.completion
+        assert done is not None
+        tokenizer = self._loaded.tokenizer
+        token_bytes: TokenBytes = (lambda _: b"") if tokenizer is None else tokenizer.token_bytes
+        prompt = done.request.prompt_length
+        started = inference_pb2.StartedEvent(
+            request_id=new_request_id(), model=self.model.identity, seed=done.request.seed, prompt_tokens=prompt
+        )
+        events = [inference_pb2.GenerateResponse(started=started)]
+        for index, choice in enumerate(done.choices):
+            assert choice.reason is not None
+            tokens = Tokens(done.request.key, index, 0, tuple(choice.token_ids), choice.text, tuple(choice.logprobs))
+            end = Finished(done.request.key, index, choice.reason, len(choice.token_ids), choice.stop_match)
+            events.append(inference_pb2.GenerateResponse(tokens=tokens_to_wire(tokens, token_bytes)))
+            events.append(inference_pb2.GenerateResponse(finished=finished_to_wire(end, "")))
+        usage = common_pb2.Usage(
+            prompt_tokens=prompt,
+            cached_tokens=done.counts.cached,
+            loaded_tokens=done.counts.loaded,
+            computed_tokens=done.counts.computed,
+            recomputed_tokens=done.counts.recomputed,
+            completion_tokens=done.completion_tokens,
+        )
+        return (*events, inference_pb2.GenerateResponse(usage=usage))
 
     def integrity(self) -> tuple[str, ...]:
         """Contradictions in the engine and its pool; empty is good."""

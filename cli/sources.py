@@ -14,7 +14,7 @@ from headrace.cli.client import RouterClient
 from headrace.cli.client_tls import client_tls
 from headrace.cli.exits import CliError
 from headrace.cli.failures import cli_error
-from headrace.cli.state import find_router
+from headrace.cli.state import cluster_of, find_router
 from headrace.services.runtime.errors import HeadraceError
 from headrace.services.runtime.memory import read_budget
 
@@ -37,6 +37,8 @@ class Source:
     folder: Path | None = None
     router: str | None = None
     """HOST:PORT; None: that of the user's running `headrace up`."""
+    text_folder: Path | None = None
+    """Of the cluster's model: tokenizer and chat template. None: the folder that the user's own cluster serves."""
     name: str | None = None
     """Name of the folder's model in requests; None: the folder's own."""
     threads: int = 0
@@ -59,6 +61,21 @@ def open_asker(source: Source) -> Iterator[Asker]:
             yield RouterAsker(client, concurrency=source.concurrency, timeout_s=source.timeout_s)
     except HeadraceError as error:
         raise cli_error(error, router) from error
+
+
+def text_folder(source: Source) -> Path:
+    """Where the tokenizer and the chat template of whoever answers lie. Raises CliError."""
+    for folder in (source.folder, source.text_folder):
+        if folder is not None:
+            return folder
+    router = find_router(source.router)
+    cluster = cluster_of(router)
+    if cluster is None:
+        raise CliError(
+            f"the cluster of {router} is not one of yours here: name with --folder the folder of its model, of which "
+            "tokenizer and chat template are needed, or send the requests to a gateway"
+        )
+    return Path(cluster.folder)
 
 
 def load_runner(source: Source, folder: Path) -> OfflineRunner:

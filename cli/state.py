@@ -26,6 +26,8 @@ class RunningCluster:
     """Start of that process in clock ticks since boot: a number that a reused pid does not have."""
     router: str
     model: str
+    folder: str
+    """Of the model."""
     run_dir: str
 
     @property
@@ -72,10 +74,10 @@ def remove_run_directory(run_dir: Path) -> None:
     shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def publish(state_dir: Path, run_dir: Path, router: str, model: str) -> None:
+def publish(state_dir: Path, run_dir: Path, router: str, model: str, folder: Path) -> None:
     """Write the calling process down, in its directory of `new_run_directory`, as a running cluster whose logs are in
     `run_dir`. Readers see all of it or nothing."""
-    cluster = RunningCluster(os.getpid(), start_ticks(os.getpid()) or 0, router, model, str(run_dir))
+    cluster = RunningCluster(os.getpid(), start_ticks(os.getpid()) or 0, router, model, str(folder), str(run_dir))
     write_whole(state_dir / STATE_FILE, f"{json.dumps(asdict(cluster))}\n".encode(), 0o666)
 
 

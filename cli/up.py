@@ -95,7 +95,9 @@ class _Up:
             self._remove_run_dir()
             return Exit.DONE
         self.phase = "ready"
-        state.publish(self.state_dir, self.run_dir, self.cluster.router, self.spec.served_name)
+        state.publish(
+            self.state_dir, self.run_dir, self.cluster.router, self.spec.served_name, self.spec.folder.resolve()
+        )
         self._tell_ready()
         code = Exit.DONE
         try:

@@ -20,9 +20,9 @@ from headrace.services.gateway.prompts import (
     unused_marks,
     wire_images,
 )
+from headrace.services.gateway.served import Served
 from headrace.services.gateway.tool_choice import behind_reasoning, forces_tool, names_tool, requiring
 from headrace.services.gateway.tool_grammars import ClientTool, Held, Wanted
-from headrace.services.gateway.upstream import Upstream
 from headrace.services.runtime.errors import InvalidArgument, Unimplemented
 from headrace.services.runtime.ids import new_request_id
 from headrace.v1 import common_pb2, inference_pb2
@@ -41,7 +41,7 @@ class Api(Protocol):
     reasoning_field: str
     """What a client switches reasoning on with."""
 
-    def recipe_body(self, body: Body, upstream: Upstream) -> dict[str, Any]:
+    def recipe_body(self, body: Body, served: Served) -> dict[str, Any]:
         """What deepseek-recipe reads of a checked body. Raises typed errors for what is not supported."""
         ...
 
@@ -72,7 +72,7 @@ class Call:
     """A request that can be sent."""
 
     api: ApiName
-    upstream: Upstream
+    served: Served
     request: inference_pb2.GenerateRequest
     generator: Callable[[], Any]
     """Makes deepseek-recipe's generator of one choice's events."""
@@ -93,7 +93,7 @@ class Call:
 
     @property
     def model(self) -> str:
-        return self.upstream.name
+        return self.served.name
 
     @property
     def as_text(self) -> bool:
@@ -119,10 +119,10 @@ class _Read:
     """A call has to come behind the reasoning."""
 
 
-def _read(api: Api, given: Body, upstream: Upstream, options: recipe.ConversionOptions, point: str) -> _Read:
+def _read(api: Api, given: Body, served: Served, options: recipe.ConversionOptions, point: str) -> _Read:
     """`point` marks prefixes for the cache, if it is not empty. Raises InvalidArgument, Unimplemented."""
-    v41 = upstream.entry.protocol == "v4.1"
-    read = {**api.recipe_body(given, upstream), "model": upstream.name}
+    v41 = served.protocol == "v4.1"
+    read = {**api.recipe_body(given, served), "model": served.name}
     if point and v41:
         read["messages"] = cache_points.with_points(read["messages"], point)
     behind = v41 and forces_tool(given) and api.asks_reasoning(given)
@@ -143,23 +143,23 @@ def _read(api: Api, given: Body, upstream: Upstream, options: recipe.ConversionO
     return _Read(converted, conversation, echo, names, behind and conversation.thinking_mode)
 
 
-def make_call(api: Api, body: Body, upstream: Upstream, model: inference_pb2.Model, low_detail_tokens: int) -> Call:
+def make_call(api: Api, body: Body, served: Served, model: inference_pb2.Model, low_detail_tokens: int) -> Call:
     """Raises InvalidArgument, Unimplemented naming the field, in the API's words."""
     fields.check(api.name, body)
     given = {name: value for name, value in body.items() if value is not None}
-    v41 = upstream.entry.protocol == "v4.1"
+    v41 = served.protocol == "v4.1"
     mark, point = unused_marks(body)
     cached = cache_points.marks(given) if api.name == "messages" else []
-    options = _options(upstream, model, mark, thinking=upstream.entry.thinking and not forces_tool(given))
-    read = _read(api, given, upstream, options, point if cached else "")
+    options = _options(served, model, mark, thinking=served.thinking and not forces_tool(given))
+    read = _read(api, given, served, options, point if cached else "")
     converted, conversation, echo = read.converted, read.conversation, read.echo
     prefilled = api.name == "messages" and bool(_prefill(conversation))
     if prefilled:
         conversation = _continuing(conversation)
     rendered = (
-        render_v41(conversation, upstream.assets, mark, point)
+        render_v41(conversation, served.assets, mark, point)
         if v41
-        else render_template(conversation, upstream.assets, mark)
+        else render_template(conversation, served.assets, mark)
     )
     stops = tuple(converted.parsing_options.stop_sequences) or stops_of(given)
     request = _request(given, converted, rendered, stops, v41=v41, low_detail_tokens=low_detail_tokens)
@@ -172,7 +172,7 @@ def make_call(api: Api, body: Body, upstream: Upstream, model: inference_pb2.Mod
     if tools and request.sampling.HasField("logprobs"):
         raise Unimplemented("logprobs", "not beside tools with this model; leave one of them out")
     stage = None if prefilled or opened else converted.parsing_options.thinking_initial_stage
-    place = Place(v41, upstream.assets.tokenizer, opened, reasons=stage is not None and stage.starts_in_reasoning())
+    place = Place(v41, served.assets.tokenizer, opened, reasons=stage is not None and stage.starts_in_reasoning())
     held = None
     if offered:
         its, one = api.client_tools(given, read.names), api.one_call_only(given) or names_tool(given)
@@ -202,15 +202,15 @@ def make_call(api: Api, body: Body, upstream: Upstream, model: inference_pb2.Mod
 
     def generator() -> Any:
         if prefilled:
-            return recipe.MessagesChunkGenerator(identifier, upstream.name, False)
-        made = api.request_class.chunk_generator(converted, identifier, upstream.name)
+            return recipe.MessagesChunkGenerator(identifier, served.name, False)
+        made = api.request_class.chunk_generator(converted, identifier, served.name)
         if echo is not None:
             made = made.with_echo(echo).with_namespace_tool_map(read.names)
         return made
 
     return Call(
         api=api.name,
-        upstream=upstream,
+        served=served,
         request=request,
         generator=generator,
         parsing=parsing,
@@ -238,7 +238,7 @@ def _culprit(api: Api, read: Body, options: recipe.ConversionOptions) -> str:
     return "input" if api.name == "responses" else "messages"
 
 
-def _options(upstream: Upstream, model: inference_pb2.Model, mark: str, *, thinking: bool) -> recipe.ConversionOptions:
+def _options(served: Served, model: inference_pb2.Model, mark: str, *, thinking: bool) -> recipe.ConversionOptions:
     most = model.limits.max_tokens or 2**31 - 1
     return (
         recipe.ConversionOptions(
@@ -247,7 +247,7 @@ def _options(upstream: Upstream, model: inference_pb2.Model, mark: str, *, think
             thinking_max_tokens_upper_bound=most,
             non_thinking_max_tokens_upper_bound=most,
         )
-        .with_model_versions_by_name({upstream.name: recipe.ModelVersion.DeepseekV41Flash})
+        .with_model_versions_by_name({served.name: recipe.ModelVersion.DeepseekV41Flash})
         .with_special_tokens(special_tokens(mark))
     )
 

@@ -11,10 +11,10 @@ import deepseek_recipe as recipe
 
 from headrace.services.gateway import usage as usages
 from headrace.services.gateway.calls import ApiName, Body, Call
+from headrace.services.gateway.served import Served
 from headrace.services.gateway.sse import DONE, Frames, frame
 from headrace.services.gateway.streams import Answers, gather
 from headrace.services.gateway.tool_grammars import ClientTool
-from headrace.services.gateway.upstream import Upstream
 from headrace.services.runtime.errors import InvalidArgument, Unimplemented
 from headrace.v1 import common_pb2
 
@@ -33,7 +33,7 @@ class ChatApi:
     request_class: Any = recipe.ChatCompletionRequest
     reasoning_field = "reasoning_effort"
 
-    def recipe_body(self, body: Body, upstream: Upstream) -> dict[str, Any]:
+    def recipe_body(self, body: Body, served: Served) -> dict[str, Any]:
         read = {name: body[name] for name in _READ if name in body}
         if "max_completion_tokens" in body:
             if "max_tokens" in body:
@@ -47,7 +47,7 @@ class ChatApi:
             ]
         read["messages"] = [_message(message, index) for index, message in enumerate(body["messages"])]
         kind = self.response_format(body).get("type", "text")
-        v41 = upstream.entry.protocol == "v4.1"
+        v41 = served.protocol == "v4.1"
         if kind in ("grammar", "structural_tag") or (kind == "json_object" and not v41):
             del read["response_format"]
         if not v41 and read.get("reasoning_effort") == "none":
@@ -148,7 +148,7 @@ def _usage_chunk(call: Call, usage: common_pb2.Usage, reasoning: int) -> dict[st
         "object": "chat.completion.chunk",
         "created": call.created,
         "model": call.model,
-        "system_fingerprint": call.upstream.fingerprint() or None,
+        "system_fingerprint": call.served.fingerprint() or None,
         "choices": [],
         "usage": usages.of_chat(usage, reasoning),
     }

@@ -11,9 +11,9 @@ from typing import Any, Final
 from headrace.services.gateway import fields
 from headrace.services.gateway import usage as usages
 from headrace.services.gateway.calls import Body, sampling_of, stops_of
+from headrace.services.gateway.served import Served
 from headrace.services.gateway.sse import DONE, Frames, frame
 from headrace.services.gateway.streams import raise_if_failed
-from headrace.services.gateway.upstream import Upstream
 from headrace.services.runtime.errors import Internal, InvalidArgument, Unimplemented
 from headrace.services.runtime.ids import new_request_id
 from headrace.v1 import common_pb2, inference_pb2
@@ -27,14 +27,14 @@ Wire = AsyncGenerator[inference_pb2.GenerateResponse, None]
 class Completion:
     """A request that can be sent."""
 
-    upstream: Upstream
+    served: Served
     request: inference_pb2.GenerateRequest
     stream: bool
     id: str = field(default_factory=lambda: f"cmpl-{new_request_id()}")
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-def make_completion(body: Body, upstream: Upstream) -> Completion:
+def make_completion(body: Body, served: Served) -> Completion:
     """Raises InvalidArgument, Unimplemented naming the field."""
     fields.check("completions", body)
     given = {name: value for name, value in body.items() if value is not None}
@@ -43,7 +43,7 @@ def make_completion(body: Body, upstream: Upstream) -> Completion:
         request.sampling.logprobs = int(given["logprobs"])
     request.stop.max_tokens = int(given.get("max_tokens", MAX_TOKENS))
     request.stop.stop.extend(stops_of(given))
-    return Completion(upstream, request, bool(given.get("stream")))
+    return Completion(served, request, bool(given.get("stream")))
 
 
 def _prompt(prompt: Any) -> inference_pb2.Prompt:
@@ -92,8 +92,8 @@ def _document(completion: Completion, choices: list[dict[str, Any]], usage: dict
         "id": completion.id,
         "object": "text_completion",
         "created": completion.created,
-        "model": completion.upstream.name,
-        "system_fingerprint": completion.upstream.fingerprint() or None,
+        "model": completion.served.name,
+        "system_fingerprint": completion.served.fingerprint() or None,
         "choices": choices,
         "usage": usage,
     }

@@ -19,10 +19,10 @@ from headrace.services.gateway.calls import ApiName, Body
 from headrace.services.gateway.chat import loose, only_functions
 from headrace.services.gateway.door import credential
 from headrace.services.gateway.errors import body_of
+from headrace.services.gateway.served import Served
 from headrace.services.gateway.sse import Frames, frame, until_left
 from headrace.services.gateway.streams import Answers, answers, gather
 from headrace.services.gateway.tool_grammars import ClientTool
-from headrace.services.gateway.upstream import Upstream
 from headrace.services.runtime.errors import HeadraceError, Unimplemented
 from headrace.v1 import common_pb2
 
@@ -41,14 +41,14 @@ class MessagesApi:
     request_class: Any = recipe.MessagesRequest
     reasoning_field = "thinking"
 
-    def recipe_body(self, body: Body, upstream: Upstream) -> dict[str, Any]:
+    def recipe_body(self, body: Body, served: Served) -> dict[str, Any]:
         read = {name: body[name] for name in _READ if name in body}
         config = body.get("output_config", {})
         for name in config:
             if name not in ("format", "effort"):
                 raise Unimplemented(f"output_config.{name}", "is not supported; leave it out")
         if config.get("effort") is not None:
-            if upstream.entry.protocol != "v4.1":
+            if served.protocol != "v4.1":
                 raise Unimplemented("output_config.effort", "this model does not reason; leave it out")
             read["output_config"] = {"effort": config["effort"]}
         only_functions(body.get("tools", ()), ("custom",))
@@ -98,7 +98,8 @@ class Messages:
         body = await self._gateway.door.body(request)
         fields.check("count", body)
         _, call, _ = await self._gateway.call(MessagesApi(), request, {**body, "max_tokens": 1})
-        tokens = await call.upstream.count(call.request.prompt, credential(request))
+        upstream = self._gateway.upstreams.get(body.get("model"))
+        tokens = await upstream.count(call.request.prompt, credential(request))
         return JSONResponse({"input_tokens": tokens})
 
 

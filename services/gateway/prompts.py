@@ -161,18 +161,23 @@ def wire_images(sources: Sequence[recipe.ImageSource], low_detail_tokens: int) -
 
 def _wire_image(source: recipe.ImageSource, low_detail_tokens: int) -> inference_pb2.Image:
     field = source.path.lstrip(".")
-    url = source.data_url or source.url or ""
     if source.kind == "bytes":
         image = inference_pb2.Image(data=source.data or b"")
-    elif url.startswith("data:"):
-        image = inference_pb2.Image(data=_data_of(url, field))
-    elif url.startswith(("https://", "http://")):
-        image = inference_pb2.Image(url=url)
     else:
-        raise Unimplemented(field, "an image is a data URL or an http(s) address")
+        image = image_of(source.data_url or source.url or "", field)
     if source.detail == "low":
         image.resize.max_image_tokens = low_detail_tokens
     return image
+
+
+def image_of(url: str, field: str) -> inference_pb2.Image:
+    """A picture given as a data URL, or by its address, which the router judges. Raises InvalidArgument,
+    Unimplemented."""
+    if url.startswith("data:"):
+        return inference_pb2.Image(data=_data_of(url, field))
+    if url.startswith(("https://", "http://")):
+        return inference_pb2.Image(url=url)
+    raise Unimplemented(field, "an image is a data URL or an http(s) address")
 
 
 def _data_of(url: str, field: str) -> bytes:

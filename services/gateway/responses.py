@@ -18,10 +18,10 @@ from headrace.services.gateway.chat import loose, only_functions
 from headrace.services.gateway.door import caller_of, credential
 from headrace.services.gateway.errors import body_of
 from headrace.services.gateway.response_store import ResponseStore, Stored, encode, owner_of
+from headrace.services.gateway.served import Served
 from headrace.services.gateway.sse import DONE, Frames, frame, until_left
 from headrace.services.gateway.streams import Answers, answers, gather
 from headrace.services.gateway.tool_grammars import ClientTool
-from headrace.services.gateway.upstream import Upstream
 from headrace.services.runtime import logs
 from headrace.services.runtime.errors import HeadraceError, Internal, NotFound, Unavailable, Unimplemented
 from headrace.v1 import common_pb2
@@ -44,7 +44,7 @@ class ResponsesApi:
     request_class: Any = recipe.ResponsesRequest
     reasoning_field = "reasoning"
 
-    def recipe_body(self, body: Body, upstream: Upstream) -> dict[str, Any]:
+    def recipe_body(self, body: Body, served: Served) -> dict[str, Any]:
         read = {name: body[name] for name in _READ if name in body}
         for index, item in enumerate(body["input"] if isinstance(body.get("input"), list) else ()):
             kind = item.get("type", "message") if isinstance(item, Mapping) else ""
@@ -53,7 +53,7 @@ class ResponsesApi:
         only_functions(body.get("tools", ()), ("function", "namespace"))
         if "tools" in read:
             read["tools"] = [_loose(tool, f"tools[{index}]") for index, tool in enumerate(body["tools"])]
-        if upstream.entry.protocol != "v4.1":
+        if served.protocol != "v4.1":
             if body.get("reasoning", {}).get("effort") in (None, "none"):
                 read.pop("reasoning", None)
             if self.response_format(body).get("type") == "json_object":

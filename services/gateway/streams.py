@@ -25,7 +25,7 @@ class ChoiceStream:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        tokenizer = None if call.as_text else call.upstream.recipe_tokenizer
+        tokenizer = None if call.as_text else call.served.recipe_tokenizer
         self._processor = recipe.StreamProcessor(call.generator(), call.parsing(), tokenizer)
         self._reader = CallReader(call.tools, in_call=call.in_call) if call.as_text else None
         self.ended = False
@@ -106,7 +106,7 @@ async def answers(call: Call, wire: Wire) -> Answers:
         async for event in wire:
             match event.WhichOneof("event"):
                 case "started":
-                    fingerprint = call.upstream.fingerprint()
+                    fingerprint = call.served.fingerprint()
                     for index, choice in enumerate(choices):
                         yield index, choice.begin(event.started.prompt_tokens, fingerprint)
                 case "tokens":

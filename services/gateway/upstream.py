@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any, Final, cast
 
-import deepseek_recipe
 import grpc
 import grpc.aio
 
 from headrace.engine.text.assets import TextAssets, load_text_assets
+from headrace.services.gateway.served import Served
 from headrace.services.gateway.settings import ModelEntry
 from headrace.services.runtime.callers import told_caller
 from headrace.services.runtime.errors import (
@@ -32,15 +31,13 @@ REMEMBER_S: Final = 30.0
 """How long what a router said of its model is taken for granted."""
 
 
-class Upstream:
-    """A model. Belongs to the event loop's thread."""
+class Upstream(Served):
+    """A model and its router. Belongs to the event loop's thread."""
 
     def __init__(self, entry: ModelEntry, assets: TextAssets, rpc: RpcSettings, tls: Tls | None, ask_s: float) -> None:
         """`ask_s`: longest wait for answers that cost the router nothing (L6)."""
+        super().__init__(entry.name, entry.folder, assets, entry.protocol, thinking=entry.thinking)
         self.entry = entry
-        self.name = entry.name
-        self.assets = assets
-        self.recipe_tokenizer = deepseek_recipe.Tokenizer.from_file(str(entry.folder / "tokenizer.json"))
         self._at_router = entry.router_model or entry.name
         self._ask_s = ask_s
         self._channel = open_channel(entry.router, rpc, tls=tls)
@@ -50,13 +47,6 @@ class Upstream:
 
     async def close(self) -> None:
         await self._channel.close()
-
-    def fingerprint(self) -> str:
-        """`system_fingerprint`: another one means other weights, layout or numeric mode."""
-        if self._known is None:
-            return ""
-        identity = self._known.identity
-        return "fp_" + hashlib.sha256(identity.model_fingerprint + identity.layout_fingerprint).hexdigest()[:16]
 
     async def describe(self, credential: str | None) -> inference_pb2.Model:
         """What the router says, at most REMEMBER_S old. For somebody else's requests the credential does not matter: it
@@ -74,6 +64,7 @@ class Upstream:
         for model in answer.models:
             if model.identity.name == self._at_router:
                 self._known, self._known_at = model, asyncio.get_running_loop().time()
+                self.identity = model.identity
                 return model
         raise NotFound(f"the router at {self.entry.router} serves no model {self._at_router!r}", field="model")
 

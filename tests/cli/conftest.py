@@ -9,6 +9,7 @@ import pytest
 
 from headrace.cli.model import make
 from tests.cli.router_double import RouterDouble, serving
+from tests.services.gateway.fakes import make_folder
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +21,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def double() -> RouterDouble:
     return RouterDouble()
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokenizer and chat template of the double's model."""
+    return make_folder(tmp_path_factory.mktemp("double") / "model", template=True)
 
 
 @pytest.fixture

@@ -1,20 +1,24 @@
-"""A double of a router: a real gRPC server that answers at once what its rules say."""
+"""The gateway tests' double of a router (tests/services/gateway/fakes.py) on a thread of its own, for commands that
+block: it answers at once what its rules say."""
 
 from __future__ import annotations
 
+import asyncio
+import re
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
 
-import grpc
+import grpc.aio
 
-from headrace.services.runtime.errors import TABLE, HeadraceError, trailing_metadata
+from headrace.services.runtime.errors import HeadraceError
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from tests.services.gateway.fakes import TOKENIZER, Events, FakeRouter, finished_event, tokens_event
+
+_LAST_USER = re.compile(r"\[user\](.*)\n\[assistant\]", re.DOTALL)
 
 
-class RouterDouble(inference_pb2_grpc.InferenceServiceServicer):
+class RouterDouble:
     """Answers a prompt's last text with `answer` of it, and does what `faults` says of it first."""
 
     def __init__(self) -> None:
@@ -25,56 +29,67 @@ class RouterDouble(inference_pb2_grpc.InferenceServiceServicer):
         self.held.set()
         self.most_running = 0
         self._running = 0
-        self._lock = threading.Lock()
+        self.router = FakeRouter(script=self._script, model="double")
 
-    def Generate(
-        self, request: inference_pb2.GenerateRequest, context: Any
-    ) -> Iterator[inference_pb2.GenerateResponse]:
-        chat = request.prompt.WhichOneof("form") == "chat"
-        text = request.prompt.chat.messages[-1].content[0].text if chat else request.prompt.text.text
-        with self._lock:
-            self.asked.append(text)
-            self._running += 1
-            self.most_running = max(self.most_running, self._running)
-            fault = self.faults[text].pop(0) if self.faults.get(text) else None
+    async def _script(self, request: inference_pb2.GenerateRequest) -> Events:
+        text = last_text(request.prompt)
+        self.asked.append(text)
+        self._running += 1
+        self.most_running = max(self.most_running, self._running)
         try:
-            if fault is not None:
-                context.set_trailing_metadata(trailing_metadata(fault))
-                context.abort(TABLE[fault.code].status, str(fault))
-            if text.startswith("held"):
-                while not self.held.wait(0.02) and context.is_active():
-                    pass
+            if self.faults.get(text):
+                raise self.faults[text].pop(0)
+            while text.startswith("held") and not self.held.is_set():  # noqa: ASYNC110 - set by another thread
+                await asyncio.sleep(0.02)
             identity = common_pb2.ModelIdentity(name="double", model_fingerprint=bytes(32))
-            yield inference_pb2.GenerateResponse(
-                started=inference_pb2.StartedEvent(request_id=f"r-{text}", model=identity, seed=request.sampling.seed)
-            )
-            yield inference_pb2.GenerateResponse(
-                tokens=common_pb2.TokensEvent(token_ids=[1, 2], text=self.answer(text))
-            )
-            finished = common_pb2.FinishedEvent(reason=common_pb2.FINISH_REASON_STOP)
-            yield inference_pb2.GenerateResponse(finished=finished)
-            yield inference_pb2.GenerateResponse(
-                usage=common_pb2.Usage(prompt_tokens=5, cached_tokens=2, loaded_tokens=1, completion_tokens=2)
-            )
+            started = inference_pb2.StartedEvent(request_id=f"r-{text}", model=identity, seed=request.sampling.seed)
+            yield inference_pb2.GenerateResponse(started=started)
+            top = request.sampling.logprobs if request.sampling.HasField("logprobs") else None
+            said = tokens_event(self.answer(text), top=top)
+            yield said
+            yield finished_event()
+            usage = common_pb2.Usage(prompt_tokens=5, cached_tokens=2, loaded_tokens=1)
+            usage.completion_tokens = len(said.tokens.token_ids)
+            yield inference_pb2.GenerateResponse(usage=usage)
         finally:
-            with self._lock:
-                self._running -= 1
+            self._running -= 1
 
-    def ListModels(self, request: inference_pb2.ListModelsRequest, context: Any) -> inference_pb2.ListModelsResponse:
-        identity = common_pb2.ModelIdentity(name="double", model_fingerprint=bytes(32))
-        return inference_pb2.ListModelsResponse(models=[inference_pb2.Model(identity=identity)])
+
+def last_text(prompt: inference_pb2.Prompt) -> str:
+    """What was said last: to the template of the double's folder, in messages, or as a text."""
+    match prompt.WhichOneof("form"):
+        case "chat":
+            return prompt.chat.messages[-1].content[-1].text
+        case "text":
+            return prompt.text.text
+    text = TOKENIZER.decode(prompt.tokens.token_ids, skip_special=False)
+    found = _LAST_USER.search(text)
+    return text if found is None else found[1].rpartition("[user]")[2]
 
 
 @contextmanager
 def serving(double: RouterDouble) -> Iterator[str]:
     """Its address."""
-    with ThreadPoolExecutor(16) as threads:
-        server = grpc.server(threads)
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(double, server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        try:
-            yield f"127.0.0.1:{port}"
-        finally:
-            double.held.set()
-            server.stop(None).wait()
+    address: list[str] = []
+    listening, ending = threading.Event(), asyncio.Event()
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def serve() -> None:
+        server = grpc.aio.server()
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(double.router, server)
+        address.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+        await server.start()
+        loops.append(asyncio.get_running_loop())
+        listening.set()
+        await ending.wait()
+        await server.stop(None)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="router-double")
+    thread.start()
+    try:
+        assert listening.wait(60)
+        yield address[0]
+    finally:
+        double.held.set()
+        loops[0].call_soon_threadsafe(ending.set)
+        thread.join()

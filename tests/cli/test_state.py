@@ -26,7 +26,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_only_cluster_is_found(runtime: Path) -> None:
     mine = state.new_run_directory()
-    state.publish(mine, mine, "127.0.0.1:1", "m")
+    state.publish(mine, mine, "127.0.0.1:1", "m", Path("/models/m"))
     assert state.find_router(None) == "127.0.0.1:1"
     assert state.find_router("h:9") == "h:9"
     assert runtime.stat().st_mode & 0o777 == 0o700
@@ -42,7 +42,13 @@ def write(runtime: Path, name: str, **fields: object) -> Path:
     folder = runtime / name
     folder.mkdir(parents=True)
     runtime.chmod(0o700)
-    alive = {"pid": os.getpid(), "started": state.start_ticks(os.getpid()), "router": "r:1", "model": "m"}
+    alive = {
+        "pid": os.getpid(),
+        "started": state.start_ticks(os.getpid()),
+        "router": "r:1",
+        "model": "m",
+        "folder": "/m",
+    }
     (folder / state.STATE_FILE).write_text(json.dumps({**alive, "run_dir": str(folder), **fields}))
     return folder
 

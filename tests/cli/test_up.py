@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -85,13 +86,18 @@ def test_the_state_of_a_cluster(up: Up) -> None:
         assert name in table.stdout
 
 
+def plain(text: str) -> str:
+    """Without what the gateway writes otherwise: special tokens by their names, and no character that is incomplete."""
+    return re.sub("<｜[^｜]*｜>", "", text).rstrip("\ufffd")
+
+
 def test_cluster_and_offline_say_the_same(up: Up, tiny: Path, tmp_path: Path) -> None:
     """L5: text, an image, several choices: the same tokens from one process and from four."""
     import PIL.Image
 
     PIL.Image.new("RGB", (40, 30), (200, 30, 30)).save(tmp_path / "red.png")
-    sampling = {"temperature": 0.8, "top_p": 0.95, "n": 2, "seed": 5, "max_tokens": 12}
-    content = [{"image": "red.png"}, {"text": "What is this?"}]
+    sampling = {"temperature": 0.8, "n": 2, "seed": 5, "max_tokens": 12}
+    content = [{"image": "red.png"}, {"text": "\n\nWhat is this?"}]  # as DeepSeek joins parts
     lines = [
         {"id": "text", "text": "The water runs", "temperature": 0, "max_tokens": 12},
         {"id": "image", "chat": [{"role": "user", "content": content}], **sampling},
@@ -112,8 +118,8 @@ def test_cluster_and_offline_say_the_same(up: Up, tiny: Path, tmp_path: Path) ->
     assert together["choices"][0]["token_ids"] == alone[0]["choices"][0]["token_ids"]
     assert together["usage"]["prompt_tokens"] == alone[0]["usage"]["prompt_tokens"]
     assert [one["peer"]["replica_id"] for one in together["report"]["replicas"]] == ["prefill-0", "decode-0"]
-    flags += ["--temperature", "0.8", "--top-p", "0.95", "--n", "2", "--seed", "5"]
-    image = up.headrace("generate", "What is this?", "--image", str(tmp_path / "red.png"), *flags)
+    flags += ["--temperature", "0.8", "--n", "2", "--seed", "5"]
+    image = up.headrace("generate", "\n\nWhat is this?", "--image", str(tmp_path / "red.png"), *flags)
     assert image.returncode == 0, image.stderr
     choices = json.loads(image.stdout)["choices"]
     assert [one["token_ids"] for one in choices] == [one["token_ids"] for one in alone[1]["choices"]]
@@ -134,7 +140,7 @@ def test_cluster_and_offline_say_the_same(up: Up, tiny: Path, tmp_path: Path) ->
     answered = {entry["custom_id"]: entry["response"] for entry in map(json.loads, done.stdout.splitlines())}
     assert answered["0"]["body"]["choices"][0]["text"] == alone[0]["choices"][0]["text"]
     texts = [choice["message"]["content"] for choice in answered["1"]["body"]["choices"]]
-    assert texts == [choice["text"] for choice in alone[1]["choices"]]
+    assert list(map(plain, texts)) == [plain(choice["text"]) for choice in alone[1]["choices"]]
     assert (answered["2"]["status_code"], answered["2"]["body"]["error"]["param"]) == (400, "top_p")
 
 

@@ -94,6 +94,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer):
     """Answers by `script`; remembers what it was asked."""
 
     script: Script = field(default_factory=lambda: says("hello"))
+    model: str = "m"
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, Any]] = field(default_factory=list)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -122,7 +123,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer):
 
     async def ListModels(self, request: Any, context: Any) -> inference_pb2.ListModelsResponse:
         caller = await self._check(context)
-        identity = common_pb2.ModelIdentity(name="m", model_fingerprint=b"a" * 32, layout_fingerprint=b"b" * 32)
+        identity = common_pb2.ModelIdentity(name=self.model, model_fingerprint=b"a" * 32, layout_fingerprint=b"b" * 32)
         limits = inference_pb2.ModelLimits(context_tokens=4096, max_tokens=self.max_tokens, max_n=8, max_images=4)
         model = inference_pb2.Model(
             identity=identity, family="fake", limits=limits, eos_token_ids=[FILE.eos_token_id], block_tokens=8
