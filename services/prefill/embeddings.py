@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
@@ -72,6 +72,8 @@ class EmbeddingReceiver:
         self._model = model
         self._dtype = dtype
         self._signer = signer
+        self.endpoint_of: Callable[[str], str | None] = lambda incarnation: None
+        """Where the registry has an encoder; it is believed before the handle, whose word is another worker's."""
         self._recalls: set[asyncio.Task[None]] = set()
         self._agent = common_pb2.TransferAgent()
         self.announce()
@@ -164,7 +166,7 @@ class EmbeddingReceiver:
     ) -> encoder_pb2.PushResponse:
         request = encoder_pb2.PushRequest(handle=handle, landing=landing, receiver=self._agent)
         left = max(0.001, deadline - time.monotonic())
-        async with self._channels.use(handle.endpoint) as channel:
+        async with self._channels.use(self._endpoint(handle)) as channel:
             try:
                 stub = encoder_pb2_grpc.EncoderServiceStub(channel)
                 return await stub.Push(request, timeout=left, metadata=request_metadata())
@@ -194,7 +196,7 @@ class EmbeddingReceiver:
         request = encoder_pb2.RecallRequest(owner=handle.owner, landing=landing)
         while loop.time() < until and self.landing.writable(landing.transfer_id):
             try:
-                async with self._channels.use(handle.endpoint) as channel:
+                async with self._channels.use(self._endpoint(handle)) as channel:
                     stub = encoder_pb2_grpc.EncoderServiceStub(channel)
                     await stub.Recall(request, timeout=RECALL_ANSWER_S)
             except grpc.aio.AioRpcError as failure:
@@ -203,6 +205,9 @@ class EmbeddingReceiver:
             else:
                 self.landing.notice(landing.transfer_id, complete=False)
                 return
+
+    def _endpoint(self, handle: encoder_pb2.EmbeddingHandle) -> str:
+        return self.endpoint_of(handle.owner.incarnation) or handle.endpoint
 
     def take_notices(self, notices: Iterable[TerminalNotice]) -> None:
         """Terminal notices from the wire; those of other transfers are counted as late and change nothing."""

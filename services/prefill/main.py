@@ -185,7 +185,9 @@ async def start(settings: PrefillSettings, lives: WorkerLives, life: Lifecycle) 
 
     watches = [SenderWatch(Role.DECODE, decode_died)]
     if receiver is not None:
-        watches.append(SenderWatch(Role.ENCODER, receiver.sender_died, transfer.sender_left))
+        encoders = SenderWatch(Role.ENCODER, receiver.sender_died, transfer.sender_left)
+        receiver.endpoint_of = encoders.endpoint
+        watches.append(encoders)
         deliver_notices(transfer, receiver.take_notices)
     for watch in watches:
         life.spawn(watch.follow(registry), "peer-watch")

@@ -12,6 +12,8 @@ import grpc
 import grpc.aio
 
 from headrace.cli.certificates import CertificateFiles
+from headrace.services.runtime.server import server_options
+from headrace.services.runtime.settings import RpcSettings
 from headrace.v1 import prefill_pb2, prefill_pb2_grpc
 
 
@@ -32,7 +34,7 @@ class Nothing(prefill_pb2_grpc.PrefillServiceServicer):
 
 async def nobody(files: CertificateFiles) -> tuple[grpc.aio.Server, str]:
     """A server that runs, and its address; with mutual TLS under the phantom's certificate."""
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=server_options(RpcSettings()))
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(Nothing(), server)
     pair = (files.key.read_bytes(), files.cert.read_bytes())
     port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair], files.ca.read_bytes(), True))

@@ -112,3 +112,13 @@ async def test_a_dead_encoder_is_asked_no_more(site: Site) -> None:
     asked = len(site.encoder.recalls)
     await asyncio.sleep(0.2)
     assert len(site.encoder.recalls) <= asked + 1
+
+
+async def test_an_encoder_is_asked_where_the_registry_has_it(site: Site) -> None:
+    """A handle whose address is wrong leaves no rows behind."""
+    owner = site.handle.owner.incarnation
+    site.receiver.endpoint_of = {owner: site.handle.endpoint}.get
+    site.handle.endpoint = "127.0.0.1:9x"
+    await site.fails()
+    site.encoder.answers.set()
+    await until(site, 0)
