@@ -33,6 +33,8 @@ _READ: Final = (
 _ITEMS: Final = frozenset({"message", "function_call", "function_call_output", "reasoning"})
 _LAST: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
 _ECHOED: Final = ("metadata", "prompt_cache_key", "safety_identifier", "presence_penalty", "frequency_penalty")
+_TOOL: Final = {"description": None, "parameters": None, "strict": None}
+"""Members that a function has in a response."""
 _log = logs.get(__name__)
 
 
@@ -241,6 +243,13 @@ class _Answer:
         response["text"]["verbosity"] = response["text"].get("verbosity") or "medium"  # it has no null
         if self._body.get("parallel_tool_calls") is False:
             response["parallel_tool_calls"] = False
+        # deepseek-recipe has read them without `strict`, and a forced call behind reasoning as one that may be.
+        if self._body.get("tools"):
+            response["tools"] = [
+                {**_TOOL, **tool} if tool.get("type") == "function" else tool for tool in self._body["tools"]
+            ]
+        if self._body.get("tool_choice") is not None:
+            response["tool_choice"] = self._body["tool_choice"]
         return response
 
     async def _completed(self, response: dict[str, Any], usage: common_pb2.Usage) -> dict[str, Any]:

@@ -163,7 +163,8 @@ async def test_strict_tools(world: World, client: Any, model: str) -> None:
     given: Any = {**TOOL, "strict": True}
     answer = await client.responses.create(model=model, input="Hi", tools=[given])
     assert answer.status == "completed"
+    assert answer.tools[0].strict is True
     assert world.router.requests[-1].constraint.structural_tag
     forced = await client.responses.create(model=model, input="Hi", tools=[TOOL], tool_choice="required", store=False)
-    assert forced.status == "completed"
+    assert (forced.status, forced.tool_choice, forced.tools[0].strict) == ("completed", "required", None)
     assert world.router.requests[-1].constraint.structural_tag
