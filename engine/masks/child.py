@@ -1,7 +1,8 @@
 """The process that compiles languages for one vocabulary (engine/isolated.py): xgrammar cannot be interrupted.
 
-Set-up: JSON {vocabulary: base64 per token, stop: ids, size}. Work: JSON {language, text}. The answer is xgrammar's own
-form of the compiled language.
+Set-up: JSON {vocabulary: base64 per token, stop: ids, size}. Work: JSON {language, text}. The answer is empty: it says
+that the language can be compiled, within its time and memory. The caller then compiles it itself, which costs less than
+xgrammar's JSON of what was compiled: 0.16 s against 4 s and 66 MB for a pattern of a host's name.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def begin(set_up: bytes) -> Callable[[bytes], bytes]:
         matcher.fill_next_token_bitmask(bits, 0)
         if not bits.any():
             raise Refused("no text of this model's tokens is in it")
-        return str(compiled.serialize_json()).encode()
+        return b""
 
     return work
 

@@ -1,4 +1,5 @@
-"""Compiled languages of one worker: a cache with a budget of bytes, before a process that is killed if it takes long.
+"""Compiled languages of one worker: a cache with a budget of bytes, behind a process that tries each language first and
+is killed if it takes long.
 
 A language that was refused is remembered, too, so that its repetition costs nothing.
 """
@@ -30,7 +31,7 @@ CHILD = "headrace.engine.masks.child"
 MOST_REFUSALS = 1024
 REFUSAL_S = 60.0
 """How long a language that took too long is refused unseen: the machine may have been busy."""
-MOST_NAMED, MOST_INFOS = 16, 4
+MOST_NAMED, MOST_COMPILERS = 16, 4
 """Special tokens that a language may name; vocabularies with some of them that are kept."""
 MOST_WAITING = 32
 """Languages that may wait to be compiled (L12)."""
@@ -78,7 +79,7 @@ class Grammars:
         self._waiting: dict[bytes, Future[Grammar]] = {}
         self._process = process or Isolated(CHILD, memory_bytes=settings.grammar_memory_bytes)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._infos: dict[tuple[int, ...], xgrammar.TokenizerInfo] = {}
+        self._compilers: dict[tuple[int, ...], xgrammar.GrammarCompiler] = {}
         """By the special tokens that languages name, the newest last."""
         self._digest = hashlib.sha256(
             json.dumps([self._vocab_size, self._stop]).encode() + (b"" if tokenizer is None else tokenizer.digest)
@@ -174,19 +175,19 @@ class Grammars:
 
     def _compile(self, constraint: Constraint) -> Grammar:
         # Not at the top: xgrammar takes seconds to be imported, and few workers are ever asked.
-        from headrace.engine.masks.library import xgrammar
+        from headrace.engine.masks.child import compile_text
 
         named = self._named(constraint)
-        info = self._info(named)
+        compiler = self._compiler(named)
         self.compiled += 1
-        answer = self._process.call(
+        self._process.call(
             json.dumps({"language": constraint.language.value, "text": constraint.text, "named": named}).encode(),
             limit_s=self._settings.grammar_compile_s,
             set_up=self._facts,
         )
-        compiled = xgrammar.CompiledGrammar.deserialize_json(answer.decode(), info)
-        size = max(compiled.memory_size_bytes, len(answer))
-        return Grammar(compiled, constraint.after, self._stop, self._vocab_size, size)
+        # The process has shown that this ends, and how much memory it takes at most.
+        compiled = compile_text(compiler, constraint.language, constraint.text)
+        return Grammar(compiled, constraint.after, self._stop, self._vocab_size, compiled.memory_size_bytes)
 
     def _named(self, constraint: Constraint) -> list[int]:
         """Special tokens that the language may hold."""
@@ -197,16 +198,18 @@ class Grammars:
             raise Refused(f"it names {len(asked)} special tokens; at most {MOST_NAMED} are taken")
         return asked
 
-    def _info(self, named: list[int]) -> xgrammar.TokenizerInfo:
-        """The vocabulary as the process has it for such a language. On the thread."""
+    def _compiler(self, named: list[int]) -> xgrammar.GrammarCompiler:
+        """For the vocabulary as the process has it for such a language. On the thread."""
         from headrace.engine.masks.child import token_info
+        from headrace.engine.masks.library import xgrammar
 
-        made = self._infos.pop(tuple(named), None)
+        made = self._compilers.pop(tuple(named), None)
         if made is None:
-            made = token_info(self._vocabulary(), self._vocab_size, list(self._stop), named)
-        self._infos[tuple(named)] = made
-        while len(self._infos) > MOST_INFOS:
-            self._infos.pop(next(iter(self._infos)))
+            info = token_info(self._vocabulary(), self._vocab_size, list(self._stop), named)
+            made = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._compilers[tuple(named)] = made
+        while len(self._compilers) > MOST_COMPILERS:
+            self._compilers.pop(next(iter(self._compilers)))
         return made
 
     def _facts(self) -> bytes:
