@@ -18,11 +18,10 @@ import llguidance.numpy
 import numpy as np
 
 from bench._report import JsonValue
-from bench.structured_harness.generate import Output
+from bench.structured_harness.generate import Output, constraint_of
 from headrace.engine.masks.grammars import Grammar
 from headrace.engine.masks.matcher import ChoiceMask
 from headrace.engine.offline import OfflineEngine
-from headrace.engine.text.constraint_forms import from_schema
 
 
 @dataclass
@@ -55,7 +54,7 @@ def ours(engine: OfflineEngine, outputs: Sequence[Output]) -> Times:
     """xgrammar, as the engine uses it; the grammars are compiled already, so `ready` stays empty."""
     times = Times([], [])
     for output in outputs:
-        grammar: Grammar = engine.compile(from_schema(json.dumps(output.case.schema)))
+        grammar: Grammar = engine.compile(constraint_of(output.case))
         mask = ChoiceMask(grammar)
         bits = np.full((1, -(-grammar.vocab_size // 32)), -1, dtype=np.int32)
         tokens: list[int] = []

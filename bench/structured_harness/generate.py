@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jsonschema import Draft202012Validator
-
+from bench.structured_harness.judge import fault_of
 from headrace.engine.messages import FinishReason
 from headrace.engine.offline import Completion, OfflineEngine
 from headrace.engine.request import EngineRequest, RequestKey
 from headrace.engine.sampling_params import SamplingParams
-from headrace.engine.text.assets import load_text_assets
+from headrace.engine.text.assets import TextAssets, load_text_assets
 from headrace.engine.text.chat import ChatMessage
-from headrace.engine.text.constraint_forms import from_schema
+from headrace.engine.text.constraint import Constraint, Language
+from headrace.engine.text.json_schema.compile import schema_grammar
 
 FILE = Path(__file__).with_name("schemas.json")
 
@@ -58,7 +58,7 @@ class Cost:
     steps: int
     step_ms: float
     compile_ms: float
-    """Mean, of the wait for a compiled grammar, the start of the compiler left out."""
+    """See Asked."""
 
 
 def load_cases(most: int | None = None) -> list[Case]:
@@ -66,21 +66,36 @@ def load_cases(most: int | None = None) -> list[Case]:
     return [Case(**each) for each in json.loads(FILE.read_text(encoding="utf-8"))][:most]
 
 
-def generate(
+def constraint_of(case: Case) -> Constraint:
+    """The case's language, formats asserted. Raises SchemaRefused."""
+    return Constraint(Language.GRAMMAR, schema_grammar(json.dumps(case.schema), formats=True))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Requests that can be generated."""
+
+    requests: tuple[EngineRequest, ...]
+    compile_ms: float
+    """Mean, of the wait for a compiled grammar, the start of the compiler left out."""
+
+
+def prepare(
     engine: OfflineEngine, folder: Path, cases: Sequence[Case], max_tokens: int, advance: Callable[[], None]
-) -> tuple[list[Output], Cost]:
-    """One output of each case, all together in the engine's batches; random, with seeds of their own."""
-    engine.compile(from_schema("true"))
+) -> Asked:
+    """One request of each case; random, with seeds of their own."""
+    engine.compile(Constraint(Language.GRAMMAR, schema_grammar("true")))
+    assets = load_text_assets(folder, "auto")
     requests, compiling = [], 0.0
     for place, case in enumerate(cases):
-        constraint = from_schema(json.dumps(case.schema))
+        constraint = constraint_of(case)
         began = time.perf_counter()
         grammar = engine.compile(constraint)
         compiling += time.perf_counter() - began
         requests.append(
             EngineRequest(
                 key=RequestKey(case.name, 1),
-                prompt_ids=_prompt(folder, case),
+                prompt_ids=_prompt(assets, case),
                 key_root=bytes(32),
                 sampling=SamplingParams(temperature=0.7, top_p=0.95),
                 seed=place,
@@ -89,6 +104,14 @@ def generate(
                 grammar=grammar,
             )
         )
+        advance()
+    return Asked(tuple(requests), 1e3 * compiling / max(1, len(cases)))
+
+
+def generate(
+    engine: OfflineEngine, cases: Sequence[Case], asked: Asked, advance: Callable[[], None]
+) -> tuple[list[Output], Cost]:
+    """One output of each case, as many at once as the engine takes."""
     seconds = 0.0
     steps = 0
 
@@ -97,7 +120,7 @@ def generate(
         seconds += engine.engine.last_step.seconds
         steps += 1
 
-    completions = engine.generate(requests, stepped, lambda _: advance())
+    completions = engine.generate(asked.requests, stepped, lambda _: advance())
     outputs = [_judged(case, completion) for case, completion in zip(cases, completions, strict=True)]
     work = engine.engine.runner.masks.work
     cost = Cost(
@@ -108,13 +131,12 @@ def generate(
         work.waited_s / seconds,
         steps,
         1e3 * seconds / max(1, steps),
-        1e3 * compiling / max(1, len(cases)),
+        asked.compile_ms,
     )
     return outputs, cost
 
 
-def _prompt(folder: Path, case: Case) -> tuple[int, ...]:
-    assets = load_text_assets(folder, "auto")
+def _prompt(assets: TextAssets, case: Case) -> tuple[int, ...]:
     asked = f"{case.asked} Answer as JSON."
     if assets.chat is None:
         return tuple(assets.tokenizer.encode_plain(asked))
@@ -126,13 +148,5 @@ def _judged(case: Case, completion: Completion) -> Output:
     if choice.error is not None:
         raise choice.error
     assert choice.reason is not None
-    fault = ""
-    if choice.reason is FinishReason.STOP:
-        try:
-            value = json.loads(choice.text)
-        except ValueError as error:
-            fault = f"no JSON: {error}"
-        else:
-            found = next(iter(Draft202012Validator(case.schema).iter_errors(value)), None)
-            fault = "" if found is None else found.message
+    fault = fault_of(choice.text, case.schema) if choice.reason is FinishReason.STOP else ""
     return Output(case, choice.text, tuple(choice.token_ids), choice.reason, fault)
