@@ -187,6 +187,7 @@ MESSAGES: Final[Mapping[str, Field]] = {
     "temperature": Field(_number(0, 1), _TEMPERATURE.note),
     "top_p": _TOP_P,
     "top_k": _TOP_K,
+    "seed": Field(_SEED.schema, "extension"),
     "stop_sequences": Field(_null({"type": "array", "items": TEXT, "maxItems": 16}), _STOP.note),
     "tools": _TOOLS,
     "tool_choice": Field(
