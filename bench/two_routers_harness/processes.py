@@ -11,8 +11,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -44,7 +45,7 @@ class EtcdCluster:
         """`folder`: the model; `run_dir`: logs, addresses and etcd's data."""
         self._folder = folder
         self._run_dir = run_dir
-        self._members = members
+        self._members = list(members)
         self._registry = f"127.0.0.1:{_free_port()}"
         self._etcd: Child | None = None
         self.children: dict[str, Child] = {}
@@ -71,6 +72,14 @@ class EtcdCluster:
     def names(self, role: str) -> tuple[str, ...]:
         return tuple(member.name for member in self._members if member.role == role)
 
+    def start(self, *members: Member) -> None:
+        """Further processes. Returns when they are ready and the routers know them. Raises RuntimeError for a start
+        that fails."""
+        self._members += members
+        for member in members:
+            self._launch(member)
+        self._until_ready(member.name for member in members)
+
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
@@ -78,29 +87,37 @@ class EtcdCluster:
         if etcd is None:
             raise RuntimeError("no etcd here; install the package etcd-server")
         self._run_dir.mkdir(parents=True, exist_ok=True)
-        environ = self._environ()
         # The other children watch their parent; etcd does not.
         setpriv = shutil.which("setpriv")
         guard = () if setpriv is None else (setpriv, "--pdeathsig", "KILL", "--")
         command = (*guard, etcd, *_etcd_arguments(self._run_dir / "etcd-data", self._registry))
-        self._etcd = Child(ChildSpec("etcd", "etcd", command, environ), self._run_dir)
+        self._etcd = Child(ChildSpec("etcd", "etcd", command, self._environ()), self._run_dir)
         for member in self._members:
-            self.children[member.name] = Child(
-                ChildSpec(member.name, member.role, self._command(member), environ), self._run_dir
-            )
+            self._launch(member)
+        self._until_ready(self.children)
+
+    def _launch(self, member: Member) -> None:
+        spec = ChildSpec(member.name, member.role, self._command(member), self._environ())
+        self.children[member.name] = Child(spec, self._run_dir)
+
+    def _until_ready(self, names: Iterable[str]) -> None:
+        """Of these processes; each living router knows the workers among them then."""
         deadline = time.monotonic() + START_SECONDS
+        children = [self.children[name] for name in names]
         ready: set[str] = set()
 
         def all_ready() -> bool:
-            for name, child in self.children.items():
-                if name not in ready and child.address is not None and replica_is_ready(child.address):
-                    ready.add(name)
-            return len(ready) == len(self.children)
+            for child in children:
+                if child.name not in ready and child.address is not None and replica_is_ready(child.address):
+                    ready.add(child.name)
+            return len(ready) == len(children)
 
-        self._until(all_ready, deadline, "all processes to be ready")
-        workers = {member.name for member in self._members if member.role != "router"}
+        self._until(all_ready, deadline, "all processes to be ready", children)
+        workers = {child.name for child in children if child.role != "router"}
         for router in self.names("router"):
-            self._until(lambda name=router: workers <= _known(self.address(name)), deadline, f"{router} to know all")  # type: ignore[misc]
+            if self.children[router].status is None:
+                address = self.address(router)
+                self._until(partial(_knows, address, workers), deadline, f"{router} to know all", children)
 
     def _command(self, member: Member) -> tuple[str, ...]:
         sets = (
@@ -126,11 +143,11 @@ class EtcdCluster:
             "UCX_NET_DEVICES": "lo",
         }
 
-    def _until(self, done: Callable[[], bool], deadline: float, what: str) -> None:
+    def _until(self, done: Callable[[], bool], deadline: float, what: str, children: Sequence[Child]) -> None:
         while not done():
-            dead = [child for child in self.children.values() if child.status is not None]
+            dead = [child for child in children if child.status is not None]
             if dead or time.monotonic() > deadline:
-                child = (dead or list(self.children.values()))[0]
+                child = (dead or children)[0]
                 raise RuntimeError(f"waited for {what}; the end of {child.log}:\n{child.tail()}")
             time.sleep(POLL_SECONDS)
 
@@ -148,13 +165,14 @@ class EtcdCluster:
             self._etcd.kill()
 
 
-def _known(address: str) -> set[str]:
+def _knows(address: str, workers: set[str]) -> bool:
+    """Whether a router has these as ready members."""
     try:
         with RouterClient(address) as client:
             members = client.status().members
     except HeadraceError:
-        return set()
-    return {one.peer.replica_id for one in members if one.state == registry_pb2.REPLICA_STATE_READY}
+        return False
+    return workers <= {one.peer.replica_id for one in members if one.state == registry_pb2.REPLICA_STATE_READY}
 
 
 def _etcd_arguments(data: Path, address: str) -> tuple[str, ...]:
