@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 import grpc.aio
@@ -23,6 +24,8 @@ class Streamed:
     first_s: float
     """To the first token."""
     tokens: int
+    gaps_s: list[float]
+    """From event to event."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Together:
     first_ms: float
     """Median over the streams."""
     tokens_per_s: float
+    gap_p99_ms: float
+    """Of all their tokens."""
 
 
 One = Callable[[str, int], Awaitable[Streamed]]
@@ -45,33 +50,39 @@ def over_grpc(channel: grpc.aio.Channel) -> One:
         request = inference_pb2.GenerateRequest(model=model)
         request.prompt.tokens.token_ids.append(5)
         request.stop.max_tokens = tokens
-        began, first, count = time.monotonic(), 0.0, 0
+        seen, count = [time.monotonic()], 0
         async for event in stub.Generate(request, timeout=TIMEOUT_S):
             if event.HasField("tokens"):
-                first = first or time.monotonic() - began
+                seen.append(time.monotonic())
                 count += len(event.tokens.token_ids)
-        return Streamed(first, count)
+        return _streamed(seen, count)
 
     return one
 
 
 def over_http(host: str, port: int) -> One:
     async def one(model: str, tokens: int) -> Streamed:
-        began, first, count = time.monotonic(), 0.0, 0
+        seen, count = [time.monotonic()], 0
         reader, writer = await asyncio.open_connection(host, port, limit=1 << 20)
         try:
             writer.write(request_bytes(model, tokens))
             async for line in reader:
                 if b'"delta":{"content":"a' in line:
-                    first = first or time.monotonic() - began
+                    seen.append(time.monotonic())
                     count += 1
                 elif line.startswith(b"data: [DONE]"):
                     break
         finally:
             writer.close()
-        return Streamed(first, count)
+        return _streamed(seen, count)
 
     return one
+
+
+def _streamed(seen: list[float], count: int) -> Streamed:
+    """`seen`: when it began, and when each event came."""
+    gaps = [after - before for before, after in pairwise(seen)]
+    return Streamed(gaps[0] if gaps else 0.0, count, gaps[1:])
 
 
 def request_bytes(model: str, tokens: int) -> bytes:
@@ -91,4 +102,6 @@ async def together(one: One, model: str, streams: int, tokens: int) -> Together:
     done = await asyncio.gather(*(one(model, tokens) for _ in range(streams)))
     took = time.monotonic() - began
     assert all(each.tokens == tokens for each in done), [each.tokens for each in done]
-    return Together(1000 * median(each.first_s for each in done), streams * tokens / took)
+    gaps = sorted(gap for each in done for gap in each.gaps_s)
+    p99 = gaps[len(gaps) * 99 // 100] if gaps else 0.0
+    return Together(1000 * median(each.first_s for each in done), streams * tokens / took, 1000 * p99)

@@ -1,6 +1,7 @@
 """A process that answers InferenceService as a router would, and computes nothing: `python -m … ADDRESS_FILE`.
 
-The model's name says how: `talk:RATE` sends that many tokens a second to each stream, `talk:0` as many as are taken.
+The model's name says how: `talk:RATE:SIZE` sends that many events a second to each stream, each of so many tokens;
+rate 0: as many as are taken.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 FIRST_BYTE_ID = 3
 _CALLER = inference_pb2.Caller(tenant="default")
-WORD = tuple(FIRST_BYTE_ID + byte for byte in b"a")
+WORD = FIRST_BYTE_ID + ord("a")
+MODELS = ("talk:0:1", "talk:20:1", "talk:0:1024")
 
 
 class TalkingRouter(inference_pb2_grpc.InferenceServiceServicer):
-    """Sends one token an event, as decode does."""
+    """Sends as decode does, where the size is 1."""
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> AsyncIterator[Any]:
         """See inference.proto."""
-        rate = float(request.model.partition(":")[2] or 0)
+        rate, size = (int(part) for part in request.model.split(":")[1:])
         count = request.stop.max_tokens
         await tell_caller(context, _CALLER)
         yield inference_pb2.GenerateResponse(started=inference_pb2.StartedEvent(prompt_tokens=1))
-        for offset in range(count):
+        for offset in range(0, count, size):
             if rate and offset:
                 await asyncio.sleep(1 / rate)
-            tokens = common_pb2.TokensEvent(offset=offset, token_ids=WORD, text="a")
+            tokens = common_pb2.TokensEvent(offset=offset, token_ids=[WORD] * size, text="a" * size)
             yield inference_pb2.GenerateResponse(tokens=tokens)
         finished = common_pb2.FinishedEvent(reason=common_pb2.FINISH_REASON_LENGTH, completion_tokens=count)
         yield inference_pb2.GenerateResponse(finished=finished)
@@ -44,10 +46,10 @@ class TalkingRouter(inference_pb2_grpc.InferenceServiceServicer):
 
     async def ListModels(self, request: Any, context: Any) -> inference_pb2.ListModelsResponse:
         """See inference.proto."""
-        limits = inference_pb2.ModelLimits(context_tokens=1 << 20, max_tokens=1 << 20, max_n=1)
+        limits = inference_pb2.ModelLimits(context_tokens=1 << 31, max_tokens=1 << 31, max_n=1)
         models = [
             inference_pb2.Model(identity=common_pb2.ModelIdentity(name=name), limits=limits, eos_token_ids=[1])
-            for name in ("talk:0", "talk:20")
+            for name in MODELS
         ]
         return inference_pb2.ListModelsResponse(models=models, caller=_CALLER)
 

@@ -11,7 +11,8 @@ from bench import gateway
 
 def test_short(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The clients assert that no token is missing; nothing is asserted about times."""
-    monkeypatch.setattr("sys.argv", ["bench.gateway", "--json", "--streams", "1", "2", "--tokens", "160"])
+    arguments = ["--json", "--streams", "1", "2", "--tokens", "160", "--stalled", "2"]
+    monkeypatch.setattr("sys.argv", ["bench.gateway", *arguments])
     gateway.main()
     report = json.loads(capsys.readouterr().out)
     assert [row["streams"] for row in report["rows"]] == [1, 2]
@@ -19,3 +20,4 @@ def test_short(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
         report["rows"][0]
     )
     assert report["slow_reader"] > 0
+    assert report["stalled_readers"]["readers"] == 2
