@@ -80,6 +80,8 @@ class Call:
     tools: frozenset[str]
     """Names that calls in the Hermes form may have; empty: text is no call."""
     in_call: bool
+    images: tuple[str, ...]
+    """Where each is in the body."""
     id: str
     created: int
     """Unix seconds."""
@@ -216,6 +218,7 @@ def make_call(api: Api, body: Body, served: Served, model: inference_pb2.Model, 
         parsing=parsing,
         tools=tools,
         in_call=rendered.in_call,
+        images=tuple(source.path.lstrip(".") for source in rendered.images),
         id=identifier,
         created=int(time.time()),
         stream=converted.stream,

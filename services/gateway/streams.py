@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Final
 
 import deepseek_recipe as recipe
 
 from headrace.services.gateway.calls import Call
 from headrace.services.gateway.hermes import CallReader
-from headrace.services.runtime.errors import Cancelled, DeadlineExceeded, Internal, InvalidArgument, from_proto
+from headrace.services.runtime.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HeadraceError,
+    Internal,
+    InvalidArgument,
+    from_proto,
+)
 from headrace.v1 import common_pb2, inference_pb2
 
+_IMAGE: Final = re.compile(r"prompt\.tokens\.images\[(\d+)\]")
 Event = Any
 """deepseek-recipe's chunk or event of the call's API; it has to_json()."""
 Wire = AsyncGenerator[inference_pb2.GenerateResponse, None]
@@ -85,13 +94,16 @@ def raise_if_failed(finished: common_pb2.FinishedEvent) -> None:
 
 
 async def named(call: Call, wire: Wire) -> Wire:
-    """A call's events; what is refused of the language of its tools is told in the client's words."""
+    """A call's events; what is refused of its images and of the language of its tools is told in the client's words."""
     async with aclosing(wire):
         try:
             async for event in wire:
                 yield event
-        except InvalidArgument as error:
-            if call.held is None:
+        except HeadraceError as error:
+            image = _IMAGE.match(error.field)
+            if image is not None and int(image[1]) < len(call.images):
+                error.field = call.images[int(image[1])]
+            if call.held is None or not isinstance(error, InvalidArgument):
                 raise
             raise call.held.named(error) from error
 

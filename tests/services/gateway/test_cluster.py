@@ -180,8 +180,9 @@ def test_an_address_that_leads_inside_in_every_api(world: Served, client: openai
     items: Any = [{"role": "user", "content": [{"type": "input_image", "image_url": url, "detail": "auto"}]}]
     source = {"type": "url", "url": url}
     message: Any = [{"role": "user", "content": [{"type": "image", "source": source}]}]
-    with pytest.raises(openai.BadRequestError, match="public network"):
+    with pytest.raises(openai.BadRequestError, match="public network") as told:
         client.chat.completions.create(model="tiny", messages=chat, max_tokens=2)
+    assert told.value.param == "messages[0]"
     with pytest.raises(openai.BadRequestError, match="public network"):
         client.responses.create(model="tiny", input=items, max_output_tokens=2)
     with messages_client(world, world.key) as other, pytest.raises(anthropic.BadRequestError, match="public network"):
