@@ -126,6 +126,8 @@ class CallReader:
 
 def _close(text: str) -> int:
     """Where the closing tag of a call is, −1: not yet. Inside a string of the call it is text."""
+    if CLOSE not in text:  # which is asked for every piece of a long call
+        return -1
     return next((found.start() for found in _STRING_OR_CLOSE.finditer(text) if found[0] == CLOSE), -1)
 
 
