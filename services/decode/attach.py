@@ -12,12 +12,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
 from headrace.engine.messages import Cancel, Credit, Event, Finished, Renew, Tokens, Usage
 from headrace.engine.request import RequestKey
+from headrace.services.decode.handover import hand_over
 from headrace.services.decode.journal import RequestJournal
 from headrace.services.decode.journals import Journals
 from headrace.services.runtime import logs, peers
 from headrace.services.runtime.clock import Clock
 from headrace.services.runtime.errors import Aborted, InvalidArgument
-from headrace.services.runtime.ids import part_id, short
+from headrace.services.runtime.ids import short
 from headrace.services.worker.engine_link import EngineLink
 from headrace.services.worker.events_wire import TokenBytes, reason_from_wire
 from headrace.services.worker.reports import EngineReporter
@@ -123,54 +124,18 @@ class AttachHub:
         router: str,
         single_content: Callable[[int], bytes] | None = None,
     ) -> decode_pb2.AdoptResponse:
-        """Hand a request to another router, which goes on after `offsets` tokens of each choice: its newest attempt, or
-        its choices one by one where they are continued by themselves; and take every other attempt of it from whoever
-        has it (L16). `content`: what the client asks for, as in its journal, and `single_content` that of a choice:
-        what is of another tenant, or another request, is not found, and nothing becomes of it. None: single choices
-        are not handed over.
-        """
-        journals = self._journals.of(request_id)
-        response = decode_pb2.AdoptResponse(highest_attempt=max((each.key.attempt for each in journals), default=0))
-        mine = [each for each in journals if each.content == content and each.key.request_id == request_id]
-        taken: set[RequestKey] = set()
-        for journal in mine:
-            adopted = self._hand_over(journal, router, offsets)
-            if adopted is not None:
-                taken.add(journal.key)
-                response.MergeFrom(adopted)
-                break
-        choices = {part_id(request_id, choice): choice for choice in range(len(offsets))}
-        for journal in journals:
-            choice = choices.get(journal.key.request_id)
-            if journal.key.request_id == request_id:
-                continue
-            if choice is not None and single_content is not None:
-                if journal.content != single_content(choice):
-                    continue
-                found = response.HasField("id") or any(single.state.choice == choice for single in response.single)
-                adopted = None if found else self._hand_over(journal, router, [offsets[choice]])
-                if adopted is not None:
-                    taken.add(journal.key)
-                    state, (received,) = adopted.choices[0], adopted.received_tokens
-                    state.choice = choice
-                    response.single.add(id=adopted.id, state=state, received_tokens=received)
-            mine.append(journal)
-        for journal in mine:
-            if journal.key not in taken:
-                self._tell_overtaken(journal.router, router, journal.key)
-                if journal.ended_at is None:
-                    self.link.post(Cancel(journal.key))
-        return response
-
-    def _hand_over(
-        self, journal: RequestJournal, router: str, offsets: Sequence[int]
-    ) -> decode_pb2.AdoptResponse | None:
-        former = journal.router
-        adopted = journal.adopt(router, offsets, self._clock.monotonic())
-        if adopted is not None:
+        """Hand a request to another router, as `handover.hand_over` does, and take every other attempt of it from
+        whoever has it (L16)."""
+        now = self._clock.monotonic()
+        handed = hand_over(self._journals.of(request_id), request_id, content, offsets, router, now, single_content)
+        for journal, former in handed.taken:
             self.link.post(Renew((journal.key,)))
             self._tell_overtaken(former, router, journal.key)
-        return adopted
+        for journal in handed.left:
+            self._tell_overtaken(journal.router, router, journal.key)
+            if journal.ended_at is None:
+                self.link.post(Cancel(journal.key))
+        return handed.response
 
     def _tell_overtaken(self, former: str, router: str, key: RequestKey) -> None:
         stream = self._streams.get(former)
