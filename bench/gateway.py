@@ -78,16 +78,17 @@ async def disturb(url: str, gateway: psutil.Process, readers: int, tokens: int, 
     """Streams that are read, without, beside and again without readers that have stopped."""
     place = place_of(url)
     load = Load(over_http(*place), STALLED_STREAMS, FAST, tokens // STALLED_STREAMS, PACED, PACED_TOKENS_BESIDE)
-    alone = [await others(load, gateway)]
+    alone, memory = [await others(load, gateway)], {"rss_mb_before": rss_mb(gateway)}
     advance()
     async with stalled(*place, FLOOD, readers, gateway):
-        standing = rss_mb(gateway)
+        memory["rss_mb_standing"] = rss_mb(gateway)
         advance()
         beside = [await others(load, gateway), await others(load, gateway)]
+        memory["rss_mb_beside"] = rss_mb(gateway)
         advance()
     alone.append(await others(load, gateway))
     advance()
-    return {"readers": readers, "rss_mb_standing": round(standing, 1), **table(alone, beside)}
+    return {"readers": readers, **memory, **table(alone, beside)}
 
 
 def place_of(url: str) -> tuple[str, int]:

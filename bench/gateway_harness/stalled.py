@@ -35,8 +35,6 @@ class Others:
     """Of paced streams, median."""
     gap_p99_ms: float
     """Of paced streams, from token to token."""
-    rss_mb: float
-    """The gateway's, afterwards."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +63,12 @@ async def others(load: Load, gateway: psutil.Process) -> Others:
     spent = cpu_s(gateway) - before
     paced = await together(load.one, load.paced, load.streams, load.paced_tokens)
     tokens = load.streams * load.fast_tokens
-    return Others(fast.tokens_per_s, 1e6 * spent / tokens, paced.first_ms, paced.gap_p99_ms, rss_mb(gateway))
+    return Others(fast.tokens_per_s, 1e6 * spent / tokens, paced.first_ms, paced.gap_p99_ms)
 
 
 def rss_mb(process: psutil.Process) -> float:
     """Resident memory."""
-    return float(process.memory_info().rss) / 1e6
+    return round(float(process.memory_info().rss) / 1e6, 1)
 
 
 @asynccontextmanager

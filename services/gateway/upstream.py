@@ -40,7 +40,7 @@ class Upstream(Served):
         self.entry = entry
         self._at_router = entry.router_model or entry.name
         self._ask_s = ask_s
-        self._channel = open_channel(entry.router, rpc, tls=tls)
+        self._channel = open_channel(entry.router, rpc, read_ahead=False, tls=tls)  # clients may stop reading
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._known: inference_pb2.Model | None = None
         self._known_at = float("-inf")

@@ -157,12 +157,14 @@ def server_options(rpc: RpcSettings) -> list[tuple[str, int]]:
 
 
 def open_channel(
-    address: str, rpc: RpcSettings, *, idle_pings: bool = True, tls: Tls | None = None
+    address: str, rpc: RpcSettings, *, idle_pings: bool = True, read_ahead: bool = True, tls: Tls | None = None
 ) -> grpc.aio.Channel:
     """A channel to `address` (host:port) with the limits of `rpc`; close it when done. Without `tls` it is plain text;
     with it, it shows this process's certificate and follows its rotation.
 
-    `idle_pings` is for servers of ours; others may take pings on a channel without calls for an attack.
+    `idle_pings` is for servers of ours; others may take pings on a channel without calls for an attack. Without
+    `read_ahead` no more than 64 KiB of a stream waits here unread; with it gRPC lets that grow to megabytes, as the
+    connection's speed has it, which a channel whose readers may stop must not (L12).
 
     Dead hosts are noticed within about two keepalive intervals; reconnects back off to 1 s at most, as leases last
     seconds (L8). Environment proxies are never used.
@@ -181,6 +183,7 @@ def open_channel(
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.http2.bdp_probe", int(read_ahead)),
     ]
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
