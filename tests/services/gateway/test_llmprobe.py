@@ -25,6 +25,7 @@ from headrace.cli.cluster_spec import ClusterSpec
 from headrace.cli.local_cluster import LocalCluster
 from headrace.cli.local_gateway import LocalGateway, served
 from headrace.cli.model import fetch
+from headrace.v1 import inference_pb2
 from tests.services.gateway.fakes import World
 from tests.services.gateway.oracle import Oracle
 
@@ -79,6 +80,8 @@ def test_the_file_says_why() -> None:
 async def test_everything_that_is_served_passes(world: World, tmp_path: Path, run: str) -> None:
     """Whatever llmprobe asserts, its recommendations too, but for what the file names."""
     world.router.script, world.router.max_tokens = Oracle(), 2**16
+    level = inference_pb2.RateLevel(limit=1000, remaining=999, reset_ms=60)
+    world.router.levels = inference_pb2.Caller(requests=level, tokens=level)
     report = tmp_path / "report.json"
     probing = await asyncio.create_subprocess_exec(*command(world.url, RUNS[run], report))
     await probing.wait()
