@@ -18,6 +18,7 @@ from tests.services.gateway.fakes import TOKENIZER, Events, finished_event, ids_
 BLOCK = 512
 """Tokens, which are bytes, of what is cached as one."""
 LONG = "The sea is wide, and the sea is deep. " * 40
+THOUGHT = ("One step ", "after the other.", "</think>")
 DSML = "｜DSML｜"
 Answer = str | Callable[[re.Match[str]], str]
 ANSWERS: tuple[tuple[str, Answer], ...] = (
@@ -74,13 +75,14 @@ class Oracle:
         usage.completion_tokens = made
         yield inference_pb2.GenerateResponse(usage=usage)
 
-    def _said(self, request: inference_pb2.GenerateRequest, prompt: str) -> tuple[list[str], str]:
-        """Pieces of markup, whose special tokens are such, and the text behind them."""
+    def _said(self, request: inference_pb2.GenerateRequest, prompt: str) -> tuple[list[list[int]], str]:
+        """Pieces of thoughts and markup, and the text behind them."""
         held = request.constraint.structural_tag
         if prompt.endswith(f"<{DSML} calls>\n"):
             calls = list(_calls(prompt))[: None if '"plus"' in held else 1]
-            return [*(piece for call in calls for piece in _dsml(*call)), f"</{DSML} calls>"], ""
-        thought = ["One step ", "after the other.", "</think>"] if prompt.endswith("<think>") else []
+            pieces = [piece for call in calls for piece in _dsml(*call)]
+            return [*pieces, TOKENIZER.encode_trusted(f"</{DSML} calls>")], ""
+        thought = [TOKENIZER.encode_trusted(piece) for piece in THOUGHT] if prompt.endswith("<think>") else []
         language = request.constraint.WhichOneof("language")
         if prompt.endswith("<tool_call>\n"):
             bodies = [json.dumps({"name": name, "arguments": given}) for name, given in _calls(prompt)]
@@ -98,13 +100,13 @@ class Oracle:
 
 
 def _events(
-    request: inference_pb2.GenerateRequest, choice: int, markup: list[str], text: str
+    request: inference_pb2.GenerateRequest, choice: int, markup: list[list[int]], text: str
 ) -> Iterator[inference_pb2.GenerateResponse]:
     """A choice up to a stop string, whose tokens come without text, or up to the most tokens that are allowed."""
     top = request.sampling.logprobs if request.sampling.HasField("logprobs") else None
     stop = min((one for one in request.stop.stop if one in text), key=text.find, default="")
     text = text.partition(stop)[0] if stop else text
-    pieces = [(TOKENIZER.encode_trusted(piece), "") for piece in markup]
+    pieces = [(ids, "") for ids in markup]
     pieces += [(TOKENIZER.encode_plain(piece), piece) for piece in re.findall(r"\s*\S+|\s+", text)]
     pieces += [(TOKENIZER.encode_plain(stop), "")] if stop else []
     left = request.stop.max_tokens or sum(len(ids) for ids, _ in pieces)
@@ -134,14 +136,15 @@ def _calls(prompt: str) -> Iterator[tuple[str, dict[str, Any]]]:
             return
 
 
-def _dsml(name: str, given: dict[str, Any]) -> Iterator[str]:
-    yield f'<{DSML} invoke name="{name}">\n'
+def _dsml(name: str, given: dict[str, Any]) -> Iterator[list[int]]:
+    """A call; what it spells of special tokens is text."""
+    yield TOKENIZER.encode_trusted(f'<{DSML} invoke name="{name}">\n')
     for key, value in given.items():
-        text = value if isinstance(value, str) else json.dumps(value)
-        yield f'<{DSML} parameter name="{key}" string="{json.dumps(isinstance(value, str))}">'
-        yield text
-        yield f"</{DSML} parameter>\n"
-    yield f"</{DSML} invoke>\n"
+        is_text = isinstance(value, str)
+        yield TOKENIZER.encode_trusted(f'<{DSML} parameter name="{key}" string="{json.dumps(is_text)}">')
+        yield TOKENIZER.encode_plain(value if is_text else json.dumps(value))
+        yield TOKENIZER.encode_trusted(f"</{DSML} parameter>\n")
+    yield TOKENIZER.encode_trusted(f"</{DSML} invoke>\n")
 
 
 def _instance(schema: dict[str, Any]) -> Any:

@@ -43,9 +43,9 @@ def expected(run: str) -> dict[str, set[str]]:
     return {words[1]: set(words[2].split("|")) for words in lines if words and words[0] == run}
 
 
-def command(url: str, model: str, report: Path) -> list[str]:
+def command(url: str, model: str, report: Path, *more: str) -> list[str]:
     run = ["node", str(PROGRAM), f"{url}/v1", "--model", model, "--no-bench", "--no-save", "--no-color"]
-    return [*run, "--reasoning", "default", "--timeout", "180", "--save", str(report)]
+    return [*run, "--reasoning", "default", "--timeout", "180", "--save", str(report), *more]
 
 
 def findings(report: Path) -> dict[str, Mapping[str, Any]]:
@@ -83,7 +83,7 @@ async def test_everything_that_is_served_passes(world: World, tmp_path: Path, ru
     level = inference_pb2.RateLevel(limit=1000, remaining=999, reset_ms=60)
     world.router.levels = inference_pb2.Caller(requests=level, tokens=level)
     report = tmp_path / "report.json"
-    probing = await asyncio.create_subprocess_exec(*command(world.url, RUNS[run], report))
+    probing = await asyncio.create_subprocess_exec(*command(world.url, RUNS[run], report, "--full"))
     await probing.wait()
     found = findings(report)
     others = {name: one["outcome"] for name, one in found.items() if one["outcome"] != "pass" or one["failures"]}
