@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ _CLASSES: Final = {
     "chat": common_pb2.TRAFFIC_CLASS_CHAT,
     "batch": common_pb2.TRAFFIC_CLASS_BATCH,
 }
+
+_HALF_PAIR: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Door:
         except TimeoutError:
             raise TooSlow(f"the body did not come within {patience:g} seconds; send it faster") from None
         try:
-            body = json.loads(b"".join(pieces), parse_constant=_no_constant)
+            body = _read(b"".join(pieces))
         except (ValueError, RecursionError) as error:
             raise InvalidArgument(f"the body is no JSON: {error}") from error
         if not isinstance(body, dict):
@@ -111,6 +114,15 @@ class Door:
         if abs(priority) >= 2**31:
             raise InvalidArgument("is out of range", field=PRIORITY_HEADER)
         return Wanted(_CLASSES.get(name, common_pb2.TRAFFIC_CLASS_UNSPECIFIED), priority, timeout_s)
+
+
+def _read(data: bytes) -> Any:
+    """JSON whose texts are texts: half a surrogate pair cannot be written as UTF-8, by us or by anybody behind us.
+    Raises ValueError, RecursionError."""
+    body = json.loads(data.decode("utf-8-sig"), parse_constant=_no_constant)
+    if _HALF_PAIR.search(data):  # a half, or of a pair
+        json.dumps(body, ensure_ascii=False).encode()
+    return body
 
 
 def _no_constant(name: str) -> None:

@@ -7,6 +7,7 @@ import ssl
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -129,3 +130,20 @@ def test_what_settings_refuse(tmp_path: Path) -> None:
         HttpsSection(cert=tmp_path)
     with pytest.raises(SettingsError, match="https"):
         HttpsFiles(tmp_path / "none", tmp_path / "none", 1)
+
+
+@pytest.mark.parametrize("half", [b'"\\ud800"', b'"\xed\xa0\x80"'])
+async def test_half_a_surrogate_pair_is_no_text(world: World, half: bytes) -> None:
+    """L13: wherever it stands, a key of an unknown field included; whole pairs are characters."""
+    async with httpx.AsyncClient(base_url=world.url) as client:
+        for body in (
+            b'{"model":"plain","prompt":%s}',
+            b'{"model":"plain","prompt":"x",%s:1}',
+            b'{"model":"plain","input":"x","metadata":{"a":%s}}',
+            b'{"model":"plain","input":"x","previous_response_id":%s}',
+        ):
+            path = "/v1/responses" if b"input" in body else "/v1/completions"
+            answer = await client.post(path, content=body % half)
+            assert (answer.status_code, world.router.requests) == (400, [])
+        pair = await client.post("/v1/completions", content=b'{"model":"plain","prompt":"\\ud83d\\ude00"}')
+        assert (pair.status_code, world.router.requests[-1].prompt.text.text) == (200, "😀")
