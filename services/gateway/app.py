@@ -27,6 +27,7 @@ from headrace.services.runtime.errors import (
     Cancelled,
     HeadraceError,
     Internal,
+    InvalidArgument,
 )
 from headrace.services.runtime.live import TURNED_AWAY, Outcome, outcome_of
 from headrace.services.runtime.metrics import Metrics
@@ -213,6 +214,8 @@ def _typed(error: Exception) -> HeadraceError:
         if isinstance(error, Internal):
             _log.error("request failed", error=str(error))
         return error
+    if isinstance(error, RecursionError):  # of whatever reads a document part by part, here or in a library
+        return InvalidArgument("the body is nested too deeply; make it flatter")
     _log.error("request failed", exc_info=error)
     return Internal(f"an internal error; report request {logs.request_id()} to the operator")
 

@@ -50,7 +50,7 @@ class ResponsesApi:
         read = {name: body[name] for name in _READ if name in body}
         for index, item in enumerate(body["input"] if isinstance(body.get("input"), list) else ()):
             kind = item.get("type", "message") if isinstance(item, Mapping) else ""
-            if kind not in _ITEMS:
+            if not isinstance(kind, str) or kind not in _ITEMS:
                 raise Unimplemented(f"input[{index}].type", f"{str(kind)[:40]!r} is not supported")
         only_functions(body.get("tools", ()), ("function", "namespace"))
         if "tools" in read:

@@ -147,3 +147,19 @@ async def test_half_a_surrogate_pair_is_no_text(world: World, half: bytes) -> No
             assert (answer.status_code, world.router.requests) == (400, [])
         pair = await client.post("/v1/completions", content=b'{"model":"plain","prompt":"\\ud83d\\ude00"}')
         assert (pair.status_code, world.router.requests[-1].prompt.text.text) == (200, "😀")
+
+
+@pytest.mark.parametrize("depth", [200, 960])
+async def test_deep_bodies_and_odd_kinds(world: World, depth: int) -> None:
+    """L13: what is nested deeper than something can read is the client's mistake; so is a kind that is no text."""
+    deep = "[" * depth + "]" * depth
+    async with httpx.AsyncClient(base_url=world.url) as client:
+        for path, field in (
+            ("chat/completions", f'"messages":[{{"role":"user","content":{deep}}}]'),
+            ("chat/completions", f'"messages":[{{"role":"user","content":"x"}}],"metadata":{deep}'),
+            ("responses", f'"input":[{{"type":"message","role":"user","content":{deep}}}]'),
+            ("responses", '"input":[{"type":[]}]'),
+            ("responses", '"input":[{"type":{}}]'),
+        ):
+            answer = await client.post(f"/v1/{path}", content=f'{{"model":"v41",{field}}}')
+            assert answer.status_code == 400, (path, field[:40], answer.text)
