@@ -158,10 +158,11 @@ def make_call(api: Api, body: Body, served: Served, model: inference_pb2.Model, 
     prefilled = api.name == "messages" and bool(_prefill(conversation))
     if prefilled:
         conversation = _continuing(conversation)
+    most = model.limits.context_tokens
     rendered = (
-        render_v41(conversation, served.assets, mark, point)
+        render_v41(conversation, served.assets, mark, point, most)
         if v41
-        else render_template(conversation, served.assets, mark)
+        else render_template(conversation, served.assets, mark, most)
     )
     stops = tuple(converted.parsing_options.stop_sequences) or stops_of(given)
     request = _request(given, converted, rendered, stops, v41=v41, low_detail_tokens=low_detail_tokens)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import unquote_to_bytes
@@ -20,6 +20,7 @@ import deepseek_recipe as recipe
 from headrace.engine.text.assets import TextAssets
 from headrace.engine.text.chat import ChatMessage, ImagePart, Role
 from headrace.engine.text.errors import TextError
+from headrace.engine.text.tokenizer import Tokenizer
 from headrace.services.gateway import hermes
 from headrace.services.runtime.errors import InvalidArgument, Unimplemented
 from headrace.v1 import inference_pb2
@@ -57,19 +58,30 @@ def unused_marks(body: Any) -> tuple[str, str]:
     return unused[0], unused[1]
 
 
+def refuse_too_long(texts: Iterable[str], tokenizer: Tokenizer, most: int) -> None:
+    """Raises InvalidArgument for texts that are more than `most` tokens however they are read (0: as many as there
+    are), before the tokenizer spends seconds on them in which this process serves nobody else (L12)."""
+    size = sum(len(text.encode()) for text in texts)
+    least = size // tokenizer.longest_token
+    if most and least > most:
+        message = f"{size} bytes are at least {least} tokens; the model takes at most {most}"
+        raise InvalidArgument(message, field="prompt.tokens")
+
+
 def special_tokens(mark: str) -> recipe.SpecialTokens:
     """DeepSeek's spellings, but for the image's."""
     return recipe.SpecialTokens(image=mark)
 
 
-def render_v41(conversation: recipe.Conversation, assets: TextAssets, mark: str, point: str) -> Rendered:
+def render_v41(conversation: recipe.Conversation, assets: TextAssets, mark: str, point: str, most: int) -> Rendered:
     """DeepSeek's encoding; each `point` in it becomes one of the prompt's. Raises InvalidArgument for what it
-    refuses."""
+    refuses, and beyond `most` tokens."""
     encoding = recipe.DeepseekV41Encoding().with_special_tokens(special_tokens(mark))
     try:
         rendered = encoding.render_conversation(conversation)
     except (ValueError, RuntimeError) as error:
         raise InvalidArgument(f"the v4.1 encoding refused the messages: {error}", field="messages") from error
+    refuse_too_long([rendered.prompt], assets.tokenizer, most)
     ids: list[int] = []
     points: list[int] = []
     system_end = 0
@@ -100,8 +112,8 @@ def render_v41(conversation: recipe.Conversation, assets: TextAssets, mark: str,
     return Rendered(tuple(ids), tuple(rendered.image_sources), points=tuple(points), system_end=system_end)
 
 
-def render_template(conversation: recipe.Conversation, assets: TextAssets, mark: str) -> Rendered:
-    """The folder's chat template. Raises InvalidArgument for what it refuses."""
+def render_template(conversation: recipe.Conversation, assets: TextAssets, mark: str, most: int) -> Rendered:
+    """The folder's chat template. Raises InvalidArgument for what it refuses, and beyond `most` tokens."""
     if assets.chat is None:
         raise InvalidArgument("this model has no chat template; use /v1/completions", field="messages")
     offered = () if conversation.tool_choice == "none" else tuple(conversation.tools)
@@ -112,6 +124,8 @@ def render_template(conversation: recipe.Conversation, assets: TextAssets, mark:
     turns = [_turn(message, mark) for message in messages]
     if offered:
         turns = _with_tools(turns, hermes.preamble(offered))
+    parts = (part for turn in turns for part in turn.parts if isinstance(part, str))
+    refuse_too_long([*parts, prefix], assets.tokenizer, most)
     images = tuple(source for message in messages for source in message.image_sources)
     if images:
         _image_id(assets)

@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from headrace.cli.certificates import files_of, issue, make_authority, own_hosts
+from headrace.engine.text.tokenizer import Tokenizer
 from headrace.services.gateway.server import HttpServer, HttpsFiles
 from headrace.services.gateway.settings import GatewaySettings, HttpsSection
 from headrace.services.runtime.peers import Peer, PeerRole
@@ -163,3 +164,19 @@ async def test_deep_bodies_and_odd_kinds(world: World, depth: int) -> None:
         ):
             answer = await client.post(f"/v1/{path}", content=f'{{"model":"v41",{field}}}')
             assert answer.status_code == 400, (path, field[:40], answer.text)
+
+
+@pytest.mark.parametrize("model", ["v41", "plain"])
+async def test_what_cannot_fit_is_not_tokenised(world: World, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L12: megabytes of text would hold the process, and everybody's streams, for seconds."""
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("tokenised")
+
+    monkeypatch.setattr(Tokenizer, "encode_plain", never)
+    monkeypatch.setattr(Tokenizer, "encode_trusted", never)
+    body = {"model": model, "messages": [{"role": "user", "content": "ab " * 200_000}]}
+    async with httpx.AsyncClient(base_url=world.url) as client:
+        answer = await client.post("/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert "the model takes at most 4096" in answer.text
