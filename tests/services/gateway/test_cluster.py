@@ -11,6 +11,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -272,17 +273,21 @@ async def test_a_gateway_without_the_clusters_certificate_gets_nothing(world: Se
 
 def test_a_marked_prefix_is_there_for_the_next_conversation(world: Served, client: openai.OpenAI) -> None:
     """L4, L27: with a mark the second conversation already finds the system's text, without one it does not."""
-    read = {}
-    with messages_client(world, world.key) as other:
-        for name, mark in (("marked", {"cache_control": {"type": "ephemeral"}}), ("plain", {})):
-            system: Any = [{"type": "text", "text": f"{name}: " + "You know all about water. " * 30, **mark}]
-            for question in ("What is a headrace? " * 60, "And a weir? " * 90):  # prompts' ends get snapshots anyway
-                told = other.messages.create(
-                    model="tiny", max_tokens=1, system=system, messages=[{"role": "user", "content": question}]
-                )
-            read[name] = told.usage.cache_read_input_tokens
-    assert read["marked"] >= 512
-    assert read["plain"] == 0
+    marks: Any = {"marked": {"cache_control": {"type": "ephemeral"}}, "plain": {}}
+
+    def read(name: str) -> int | None:
+        """By the second of two conversations."""
+        system: Any = [{"type": "text", "text": f"{name}: " + "You know all about water. " * 24, **marks[name]}]
+        for question in ("What is a headrace? " * 15, "And a weir? " * 25):  # prompts' ends get snapshots anyway
+            told = other.messages.create(
+                model="tiny", max_tokens=1, system=system, messages=[{"role": "user", "content": question}]
+            )
+        return told.usage.cache_read_input_tokens
+
+    with messages_client(world, world.key) as other, ThreadPoolExecutor(2) as pool:
+        marked, plain = pool.map(read, marks)
+    assert (marked or 0) >= 512
+    assert plain == 0
 
 
 def test_a_client_that_leaves(world: Served, client: openai.OpenAI) -> None:
@@ -337,32 +342,47 @@ def tool(schema: Any, **more: Any) -> Any:
     return {"type": "function", "function": {"name": "f", "description": "d", "parameters": schema, **more}}
 
 
+FORCED: Any = {
+    "messages": HI, "tools": [tool(ARGUMENTS)], "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "parallel_tool_calls": False, "max_tokens": 400, "n": 2, "seed": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def called(world: Served) -> dict[str, Any]:
+    """Answers with held calls, asked for at once, so that they share steps: forced ones of `plain` and `tiny`, and
+    `own`, one of the model's own. Biases lead it to end its reasoning and to open a call."""
+    tokenizer = Tokenizer.from_folder(world.cluster.spec.folder)
+    (sign,) = tokenizer.encode_plain("<")
+    biases = {str(sign): 50, str(tokenizer.special_id("｜DSML｜")): 100, str(tokenizer.special_id("</think>")): 60}
+    own = {"messages": HI, "tools": [tool(ONE, strict=True)], "parallel_tool_calls": False, "logit_bias": biases}
+    own |= {"model": "tiny", "max_tokens": 300, "seed": 3, "reasoning_effort": "high"}
+    asked: Any = {"plain": {**FORCED, "model": "plain"}, "tiny": {**FORCED, "model": "tiny"}, "own": own}
+    with (
+        openai.OpenAI(base_url=f"{world.url}/v1", api_key=world.key, max_retries=0, timeout=PATIENCE_S) as client,
+        ThreadPoolExecutor(len(asked)) as pool,
+    ):
+        answers = pool.map(lambda one: client.chat.completions.create(**one), asked.values())
+        return dict(zip(asked, answers, strict=True))
+
+
 @pytest.mark.parametrize("model", ["plain", "tiny"])
-def test_forced_calls_are_valid(client: openai.OpenAI, model: str) -> None:
+def test_forced_calls_are_valid(called: dict[str, Any], client: openai.OpenAI, model: str) -> None:
     """L13: whatever a random model draws, in JSON and in V4.1's markup; what cannot be enforced is refused before."""
-    asked: Any = {"model": model, "messages": HI, "tools": [tool(ARGUMENTS)], "max_tokens": 400, "n": 2, "seed": 1}
-    forced: Any = {"parallel_tool_calls": False, "tool_choice": {"type": "function", "function": {"name": "f"}}}
-    answer = client.chat.completions.create(**asked, **forced)
-    for choice in answer.choices:
+    for choice in called[model].choices:
         assert choice.finish_reason == "tool_calls"
         (call,) = choice.message.tool_calls or ()
         Draft202012Validator(ARGUMENTS).validate(json.loads(call.function.arguments))
     unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     bad = tool(unique, name="g", strict=True)
     with pytest.raises(openai.BadRequestError, match="uniqueItems") as told:
-        client.chat.completions.create(**{**asked, "tools": [tool(ARGUMENTS), bad]})
+        client.chat.completions.create(model=model, messages=HI, tools=[tool(ARGUMENTS), bad], max_tokens=1)
     assert told.value.param == "tools[1].function.parameters"
 
 
-def test_a_strict_call_of_the_models_own(world: Served, client: openai.OpenAI) -> None:
-    """A model that is led by biases to open a call ends its reasoning first, and keeps to the schema."""
-    tokenizer = Tokenizer.from_folder(world.cluster.spec.folder)
-    (sign,) = tokenizer.encode_plain("<")
-    biases = {str(sign): 50, str(tokenizer.special_id("｜DSML｜")): 100, str(tokenizer.special_id("</think>")): 60}
-    asked: Any = {"model": "tiny", "messages": HI, "max_tokens": 300, "seed": 3, "reasoning_effort": "high"}
-    answer = client.chat.completions.create(
-        **asked, tools=[tool(ONE, strict=True)], parallel_tool_calls=False, logit_bias=biases
-    )
-    (call,) = answer.choices[0].message.tool_calls or ()
-    assert answer.choices[0].finish_reason == "tool_calls"
+def test_a_strict_call_of_the_models_own(called: dict[str, Any], client: openai.OpenAI) -> None:
+    """A model that opens a call by itself ends its reasoning first, and keeps to the schema."""
+    (choice,) = called["own"].choices
+    (call,) = choice.message.tool_calls or ()
+    assert choice.finish_reason == "tool_calls"
     Draft202012Validator(ONE).validate(json.loads(call.function.arguments))
