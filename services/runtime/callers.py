@@ -20,13 +20,13 @@ METADATA_KEY: Final = "headrace-caller-bin"
 
 
 async def tell_caller(context: grpc.aio.ServicerContext[Any, Any], caller: inference_pb2.Caller) -> None:
-    """Send it now, before anything else of the answer."""
+    """Send it now, before anything else of the answer. Raises CallerLeft."""
     metadata = ((METADATA_KEY, caller.SerializeToString()),)
     context.set_trailing_metadata(metadata)
     try:
         await context.send_initial_metadata(metadata)
     except grpc.aio.InternalError as error:
-        raise CallerLeft from error
+        raise CallerLeft("the caller left") from error
 
 
 def told_caller(metadata: Iterable[tuple[str, str | bytes]] | None) -> inference_pb2.Caller | None:

@@ -39,7 +39,7 @@ def request_metadata() -> grpc.aio.Metadata:
     return grpc.aio.Metadata() if identifier is None else grpc.aio.Metadata((REQUEST_ID_KEY, identifier))
 
 
-class CallerLeft(Exception):
+class CallerLeft(errors.Cancelled):
     """A response could not be written: gRPC's core gave the call up, which its asyncio side learns a moment later."""
 
 
@@ -113,7 +113,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
                     try:
                         await context.write(response)
                     except grpc.aio.InternalError as error:
-                        raise CallerLeft from error
+                        raise CallerLeft("the caller left") from error
 
         make = {
             (False, False): grpc.unary_unary_rpc_method_handler,
