@@ -22,9 +22,8 @@ class BoundedHttp(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._late: asyncio.TimerHandle | None = None
-        self._in_head = True
-        """The next bytes are of a head."""
-        self._head_bytes = 0
+        self._held_bytes = 0
+        """Since the parser has last passed anything on: of a head, of trailers, or between two pieces of a body."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A head is due from here on."""
@@ -37,32 +36,28 @@ class BoundedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Counts what the parser holds of a head that has no end yet."""
-        if self._in_head:
-            self._head_bytes += len(data)
+        """Counts what the parser may hold; what comes in one read with an end of that is not counted."""
+        self._held_bytes += len(data)
         super().data_received(data)
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
+        if self._held_bytes > MAX_HEAD_BYTES:
             self._end(_TOO_LONG)
 
     def on_message_begin(self) -> None:
         """Of each request on the connection."""
         super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
+        self._held_bytes = 0
         self._await_head()
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Trailers come here, too. What is raised becomes 400."""
-        if not self._in_head:
-            self._head_bytes += len(name) + len(value)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                raise ValueError("the trailers are too long")
-        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """The body is the request's own matter."""
-        self._in_head, self._head_bytes = False, 0
+        self._held_bytes = 0
         self._head_is_there()
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of it."""
+        self._held_bytes = 0
+        super().on_body(body)
 
     def _await_head(self) -> None:
         if self._late is None:
