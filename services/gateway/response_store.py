@@ -116,7 +116,7 @@ class RedisStore:
         self._redis = redis.asyncio.from_url(url, socket_timeout=deadline, socket_connect_timeout=deadline)
 
     def _key(self, identifier: str) -> str:
-        return f"{self._settings.prefix}{identifier}"
+        return f"{self._settings.prefix}id:{identifier}"  # callers choose what they ask for, and get no index
 
     def _index(self, owner: str) -> str:
         return f"{self._settings.prefix}of:{owner}"
