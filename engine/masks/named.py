@@ -9,7 +9,9 @@ from typing import Any
 
 from headrace.engine.text.constraint import Constraint, Language
 
-_IN_GRAMMAR = re.compile(r"\bToken\(([\d,\s]+)\)")
+_IN_GRAMMAR = re.compile(r"\bToken\(([0-9,\s]+)\)")
+_NUMBER = re.compile(r"\s*[0-9]{1,10}\s*")
+"""Longer ones are no ids, and may be too long for Python; the compiler refuses them."""
 MARK = b"\xff"
 """Bytes of a named token for the compiler. They begin no character, so no text of a grammar matches them: the token is
 taken where it is named, and by a tag's free text, if the language has that."""
@@ -29,7 +31,7 @@ def named_tokens(constraint: Constraint) -> frozenset[int]:
 
 def _of_grammar(text: str) -> Iterator[int]:
     for found in _IN_GRAMMAR.finditer(text):
-        yield from (int(one) for one in found[1].split(",") if one.strip())
+        yield from (int(one) for one in found[1].split(",") if _NUMBER.fullmatch(one))
 
 
 def _of_format(node: Any) -> Iterator[int]:

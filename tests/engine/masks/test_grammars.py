@@ -76,6 +76,12 @@ def test_a_language_holds_the_special_tokens_that_it_names(kit: Any, grammars: G
     assert len(specials) <= 16 or "special tokens" in refusal(grammars, from_grammar(f"root ::= {many}"))
 
 
+def test_what_is_no_id_names_nothing(grammars: Grammars) -> None:
+    """L13: numbers longer than Python reads are refused as the language's fault."""
+    for number in ("9" * 5000, "99999999999", "1 2"):
+        refusal(grammars, Constraint(Language.GRAMMAR, f"root ::= Token({number})"))
+
+
 def test_a_refused_part_of_a_tag_is_named() -> None:
     """By its path."""
     part: Any = {"type": "json_schema", "json_schema": {"type": "array", "uniqueItems": True}}
