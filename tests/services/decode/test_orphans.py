@@ -239,7 +239,8 @@ def test_another_request_of_the_name_is_not_found() -> None:
     site = Hub()
     key = site.begin()
     site.brings(key, 0, 1)
-    assert not site.hub.adopt("r", b"something else", [1], NEW).HasField("id")
+    site.begin("r/1", 2, content=content_of(1))  # of a request with more choices
+    assert not site.hub.adopt("r", b"something else", [1], NEW, content_of).HasField("id")
     assert site.hub.adopt("unknown", CONTENT, [1], NEW) == decode_pb2.AdoptResponse()
     assert site.link.told == []
     journal = site.journals.get(key)
