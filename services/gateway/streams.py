@@ -16,7 +16,6 @@ from headrace.services.runtime.errors import (
     DeadlineExceeded,
     HeadraceError,
     Internal,
-    InvalidArgument,
     from_proto,
 )
 from headrace.v1 import common_pb2, inference_pb2
@@ -103,9 +102,10 @@ async def named(call: Call, wire: Wire) -> Wire:
             image = _IMAGE.match(error.field)
             if image is not None and int(image[1]) < len(call.images):
                 error.field = call.images[int(image[1])]
-            if call.held is None or not isinstance(error, InvalidArgument):
+            told = error if call.held is None else call.held.named(error)
+            if told is error:
                 raise
-            raise call.held.named(error) from error
+            raise told from error
 
 
 async def answers(call: Call, wire: Wire) -> Answers:
