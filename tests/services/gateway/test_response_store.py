@@ -63,6 +63,7 @@ async def test_what_is_kept(store: ResponseStore) -> None:
     assert await store.delete(one, "c") is False
     assert await store.get("c") is None
     assert await store.get("z") is not None
+    assert await store.get(f"of:{other}") is None  # the name of no response, whatever lies there
 
 
 async def test_memory_is_bounded_in_tenants_and_time() -> None:
