@@ -20,7 +20,8 @@ from headrace.services.runtime.errors import (
 )
 from headrace.v1 import common_pb2, inference_pb2
 
-_IMAGE: Final = re.compile(r"prompt\.tokens\.images\[(\d+)\]")
+_IMAGE: Final = re.compile(r"(?:prompt\.tokens\.)?images\[(\d+)\]")
+"""As the router refuses one, and as an encoder does."""
 Event = Any
 """deepseek-recipe's chunk or event of the call's API; it has to_json()."""
 Wire = AsyncGenerator[inference_pb2.GenerateResponse, None]

@@ -241,10 +241,11 @@ async def test_images(world: World, client: Any) -> None:
     assert list(prompt.token_ids).count(FILE.image_token_id) == 2
     assert (prompt.images[0].data, prompt.images[1].url) == (b"picture", "https://example.org/a.png")
     assert prompt.images[0].resize.max_image_tokens == 128
-    world.router.script = fails(InvalidArgument("is no picture", field="prompt.tokens.images[1].data"))
-    with pytest.raises(openai.BadRequestError) as told:
-        await client.chat.completions.create(model="v41", messages=[*HI, {"role": "user", "content": content}])
-    assert told.value.param == "messages[1]"
+    for field in ("prompt.tokens.images[1].data", "images[1].data"):  # the router's, an encoder's
+        world.router.script = fails(InvalidArgument("is no picture", field=field))
+        with pytest.raises(openai.BadRequestError) as told:
+            await client.chat.completions.create(model="v41", messages=[*HI, {"role": "user", "content": content}])
+        assert told.value.param == "messages[1]"
     with pytest.raises(openai.BadRequestError, match="takes no images"):
         await client.chat.completions.create(model="plain", messages=[{"role": "user", "content": content}])
 
