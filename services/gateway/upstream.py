@@ -13,13 +13,17 @@ import grpc.aio
 from headrace.engine.text.assets import TextAssets, load_text_assets
 from headrace.services.gateway.served import Served
 from headrace.services.gateway.settings import ModelEntry
+from headrace.services.runtime import logs
 from headrace.services.runtime.callers import told_caller
 from headrace.services.runtime.errors import (
+    HeadraceError,
     Internal,
     InvalidArgument,
     NotFound,
+    Unavailable,
     closed_is_unavailable,
     from_rpc_error,
+    told_by_peer,
 )
 from headrace.services.runtime.intercept import request_metadata
 from headrace.services.runtime.server import open_channel
@@ -29,6 +33,8 @@ from headrace.v1 import inference_pb2, inference_pb2_grpc
 
 REMEMBER_S: Final = 30.0
 """How long what a router said of its model is taken for granted."""
+RETRY_AFTER_S: Final = 1.0
+_log = logs.get(__name__)
 
 
 class Upstream(Served):
@@ -66,7 +72,9 @@ class Upstream(Served):
                 self._known, self._known_at = model, asyncio.get_running_loop().time()
                 self.identity = model.identity
                 return model
-        raise NotFound(f"the router at {self.entry.router} serves no model {self._at_router!r}", field="model")
+        served = ", ".join(model.identity.name for model in answer.models)
+        message = f"the router of {self.name} serves no model {self._at_router!r} but {served}"
+        raise NotFound(f"{message}; set its router_model at the gateway", field="model")
 
     async def tenant(self, credential: str | None) -> str:
         """Whose the credential is, asked now. Raises what the router answers, as `ask` does."""
@@ -100,7 +108,7 @@ class Upstream(Served):
                     yield event
         except grpc.aio.AioRpcError as error:
             _pass_on(error.trailing_metadata(), hear)
-            raise from_rpc_error(error) from error
+            raise self._failure(error) from error
         finally:
             if call is not None:
                 call.cancel()
@@ -116,7 +124,14 @@ class Upstream(Served):
             with closed_is_unavailable(f"the router of {self.name}"):
                 return await method(request, timeout=self._ask_s, metadata=_metadata(credential))
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+            raise self._failure(error) from error
+
+    def _failure(self, error: grpc.aio.AioRpcError) -> HeadraceError:
+        """What clients are told of a failed call. Where the router is, and why it cannot be reached, is for the log."""
+        if error.code() != grpc.StatusCode.UNAVAILABLE or told_by_peer(error):
+            return from_rpc_error(error)
+        _log.warning("a router cannot be reached", model=self.name, router=self.entry.router, error=error.details())
+        return Unavailable(f"the router of {self.name} cannot be reached; try again", retry_after_s=RETRY_AFTER_S)
 
 
 class Upstreams:

@@ -15,8 +15,9 @@ from headrace.cli.certificates import files_of, issue, make_authority, own_hosts
 from headrace.engine.text.tokenizer import Tokenizer
 from headrace.services.gateway.server import HttpServer, HttpsFiles
 from headrace.services.gateway.settings import GatewaySettings, HttpsSection
+from headrace.services.gateway.upstream import Upstream
 from headrace.services.runtime.peers import Peer, PeerRole
-from headrace.services.runtime.settings import ListenSettings
+from headrace.services.runtime.settings import ListenSettings, RpcSettings
 from headrace.services.runtime.settings_load import SettingsError
 from headrace.v1 import inference_pb2
 from tests.services.gateway.fakes import World, a_world, until
@@ -178,3 +179,19 @@ async def test_what_cannot_fit_is_not_tokenised(world: World, model: str, monkey
         answer = await client.post("/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 400
     assert "the model takes at most 4096" in answer.text
+
+
+async def test_a_router_that_is_gone(tmp_path: Path) -> None:
+    """L12: unavailable, with a time to come back; nobody outside is told where it was."""
+    async with a_world(tmp_path) as world, httpx.AsyncClient(base_url=world.url) as client:
+        body = {"model": "plain", "messages": HI}
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+        upstream = world.gateway.upstreams.get("plain")
+        await upstream.close()
+        entry = upstream.entry.model_copy(update={"router": "127.0.0.1:1"})
+        gone = Upstream(entry, upstream.assets, RpcSettings(), None, 60.0)
+        world.gateway.upstreams._by_name["plain"] = gone
+        answer = await client.post("/v1/chat/completions", json=body, timeout=60)
+        await gone.close()
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json()["error"]["message"] == "the router of plain cannot be reached; try again"
