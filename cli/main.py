@@ -107,7 +107,7 @@ def up(
 
 @app.command()
 def serve(
-    role: Annotated[str, typer.Argument(help="router, encoder, prefill or decode")],
+    role: Annotated[str, typer.Argument(help="router, encoder, prefill, decode or gateway")],
     config: Config = None,
     sets: Sets = None,
 ) -> None:
