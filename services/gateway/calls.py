@@ -20,10 +20,11 @@ from headrace.services.gateway.prompts import (
     unused_marks,
     wire_images,
 )
+from headrace.services.gateway.sampling import sampling_of, stops_of
 from headrace.services.gateway.served import Served
 from headrace.services.gateway.tool_choice import behind_reasoning, forces_tool, names_tool, requiring
 from headrace.services.gateway.tool_grammars import ClientTool, Held, Wanted
-from headrace.services.runtime.errors import InvalidArgument, Unimplemented
+from headrace.services.runtime.errors import Unimplemented
 from headrace.services.runtime.ids import new_request_id
 from headrace.v1 import common_pb2, inference_pb2
 
@@ -105,7 +106,6 @@ class Call:
 
 UNREADABLE: Final = (recipe.ConversionError, ValueError, OverflowError)
 """What deepseek-recipe raises for a body."""
-_PENALTIES: Final = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -273,12 +273,6 @@ def _continuing(conversation: recipe.Conversation) -> recipe.Conversation:
     )
 
 
-def stops_of(given: Body) -> tuple[str, ...]:
-    """The strings of `stop`, which is one or several of them."""
-    stop = given.get("stop", ())
-    return (stop,) if isinstance(stop, str) else tuple(stop)
-
-
 def _request(
     given: Body,
     converted: recipe.ConversationRequest,
@@ -301,19 +295,3 @@ def _request(
         request.stop.max_tokens = options.max_tokens
     request.stop.stop.extend(stops)
     return request
-
-
-def sampling_of(given: Body) -> common_pb2.SamplingParams:
-    """The fields that are named alike in every API. Raises InvalidArgument."""
-    wire = common_pb2.SamplingParams(n=int(given.get("n", 1)))
-    for name in ("temperature", "top_p", *_PENALTIES):
-        if name in given:
-            setattr(wire, name, float(given[name]))
-    for name in ("top_k", "seed"):
-        if name in given:
-            setattr(wire, name, int(given[name]))
-    for token, bias in given.get("logit_bias", {}).items():
-        if not token.isdecimal() or int(token) >= 2**32:
-            raise InvalidArgument(f"{token[:20]!r} is no token id", field="logit_bias")
-        wire.logit_bias.add(token_id=int(token), bias=float(bias))
-    return wire

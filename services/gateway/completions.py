@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from headrace.services.gateway import fields
 from headrace.services.gateway import usage as usages
-from headrace.services.gateway.calls import Body, sampling_of, stops_of
+from headrace.services.gateway.sampling import Body, sampling_of, stops_of
 from headrace.services.gateway.served import Served
 from headrace.services.gateway.sse import DONE, Frames, frame
 from headrace.services.gateway.streams import raise_if_failed
