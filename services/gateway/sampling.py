@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -10,6 +11,7 @@ from headrace.v1 import common_pb2
 
 _FLOATS: Final = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _INTEGERS: Final = ("top_k", "seed")
+_TOKEN: Final = re.compile(r"[0-9]{1,10}")
 Body = Mapping[str, Any]
 
 
@@ -29,7 +31,7 @@ def sampling_of(given: Body) -> common_pb2.SamplingParams:
         if name in given:
             setattr(wire, name, int(given[name]))
     for token, bias in given.get("logit_bias", {}).items():
-        if not token.isdecimal() or int(token) >= 2**32:
+        if not _TOKEN.fullmatch(token) or int(token) >= 2**32:
             raise InvalidArgument(f"{token[:20]!r} is no token id", field="logit_bias")
         wire.logit_bias.add(token_id=int(token), bias=float(bias))
     return wire

@@ -266,6 +266,7 @@ async def test_a_prefix_is_continued(world: World, client: Any) -> None:
         ({"audio": {}}, "audio"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
     ],
 )
