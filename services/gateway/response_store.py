@@ -21,8 +21,6 @@ from headrace.services.gateway.settings import ResponsesSection
 from headrace.services.runtime.errors import Unavailable
 
 RETRY_AFTER_S: Final = 1.0
-_INDEX: Final = "of:"
-"""In Redis, what an owner has lies beside the responses; no identifier begins so."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ class RedisStore:
         return f"{self._settings.prefix}id:{identifier}"  # callers choose what they ask for, and get no index
 
     def _index(self, owner: str) -> str:
-        return f"{self._settings.prefix}{_INDEX}{owner}"
+        return f"{self._settings.prefix}of:{owner}"
 
     async def put(self, owner: str, identifier: str, data: bytes) -> None:
         index, keep = self._index(owner), self._settings.keep_seconds
@@ -141,8 +139,6 @@ class RedisStore:
             raise _unavailable() from error
 
     async def get(self, identifier: str) -> Stored | None:
-        if identifier.startswith(_INDEX):
-            return None
         try:
             data = await self._redis.get(self._key(identifier))
         except (redis.exceptions.RedisError, OSError) as error:
