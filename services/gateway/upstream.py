@@ -50,6 +50,8 @@ class Upstream(Served):
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._known: inference_pb2.Model | None = None
         self._known_at = float("-inf")
+        self._lost = False
+        """The router could not be reached, which is in the log, and has not answered since."""
 
     async def close(self) -> None:
         await self._channel.close()
@@ -104,6 +106,7 @@ class Upstream(Served):
             with closed_is_unavailable(f"the router of {self.name}"):
                 call = self._stub.Generate(request, timeout=timeout_s, metadata=_metadata(credential))
                 _pass_on(await call.initial_metadata(), hear)
+                self._lost = False
                 async for event in call:
                     yield event
         except grpc.aio.AioRpcError as error:
@@ -122,7 +125,9 @@ class Upstream(Served):
     async def _call(self, method: Any, request: object, credential: str | None) -> Any:
         try:
             with closed_is_unavailable(f"the router of {self.name}"):
-                return await method(request, timeout=self._ask_s, metadata=_metadata(credential))
+                answer = await method(request, timeout=self._ask_s, metadata=_metadata(credential))
+                self._lost = False
+                return answer
         except grpc.aio.AioRpcError as error:
             raise self._failure(error) from error
 
@@ -130,7 +135,9 @@ class Upstream(Served):
         """What clients are told of a failed call. Where the router is, and why it cannot be reached, is for the log."""
         if error.code() != grpc.StatusCode.UNAVAILABLE or told_by_peer(error):
             return from_rpc_error(error)
-        _log.warning("a router cannot be reached", model=self.name, router=self.entry.router, error=error.details())
+        if not self._lost:
+            _log.warning("a router cannot be reached", model=self.name, router=self.entry.router, error=error.details())
+        self._lost = True
         return Unavailable(f"the router of {self.name} cannot be reached; try again", retry_after_s=RETRY_AFTER_S)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import structlog.testing
 
 from headrace.cli.certificates import files_of, issue, make_authority, own_hosts
 from headrace.engine.text.tokenizer import Tokenizer
@@ -191,7 +192,10 @@ async def test_a_router_that_is_gone(tmp_path: Path) -> None:
         entry = upstream.entry.model_copy(update={"router": "127.0.0.1:1"})
         gone = Upstream(entry, upstream.assets, RpcSettings(), None, 60.0)
         world.gateway.upstreams._by_name["plain"] = gone
-        answer = await client.post("/v1/chat/completions", json=body, timeout=60)
+        with structlog.testing.capture_logs() as logged:
+            for _ in range(3):
+                answer = await client.post("/v1/chat/completions", json=body, timeout=60)
         await gone.close()
+    assert [line["router"] for line in logged if "router" in line] == ["127.0.0.1:1"]  # once
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert answer.json()["error"]["message"] == "the router of plain cannot be reached; try again"
