@@ -108,7 +108,9 @@ def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
 def wants_usage(body: Body) -> bool:
     """Whether the stream ends with a chunk of usage. Raises InvalidArgument, Unimplemented."""
     options = body.get("stream_options") or {}
-    for name in options:
+    for name, value in options.items():
+        if not isinstance(value, bool | None):
+            raise InvalidArgument("must be true or false", field=f"stream_options.{name}")
         if name not in ("include_usage", "include_obfuscation"):
             raise Unimplemented(f"stream_options.{name}", "is not supported; leave it out")
     if options and not body.get("stream"):

@@ -81,6 +81,8 @@ class Door:
 
     async def body(self, request: Request) -> dict[str, Any]:
         """The request's JSON object. Raises InvalidArgument, TooLarge, TooSlow."""
+        if request.headers.get("content-encoding", "identity").lower() != "identity":
+            raise InvalidArgument("is not read; send the body as it is", field="content-encoding")
         most, patience = int(self._settings.max_body_bytes), self._settings.read_seconds
         pieces: list[bytes] = []
         size = 0

@@ -57,7 +57,9 @@ class MessagesApi:
         return read
 
     def response_format(self, body: Body) -> Mapping[str, Any]:
-        found = body.get("output_config", {}).get("format") or body.get("output_format") or {}
+        found = body.get("output_config", {}).get("format")
+        if found is None:
+            found = body.get("output_format", {})
         if not isinstance(found, Mapping):
             return {"type": str(found)}
         return {"type": found.get("type", ""), "json_schema": found} if found else {}

@@ -268,6 +268,7 @@ async def test_a_prefix_is_continued(world: World, client: Any) -> None:
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": "no"}}, "stream_options.include_usage"),
     ],
 )
 async def test_a_bad_field_is_named(world: World, client: Any, body: dict[str, Any], param: str) -> None:

@@ -150,6 +150,20 @@ async def test_half_a_surrogate_pair_is_no_text(world: World, half: bytes) -> No
         assert (pair.status_code, world.router.requests[-1].prompt.text.text) == (200, "😀")
 
 
+async def test_what_would_pass_for_nothing(world: World) -> None:
+    """What is not understood is named: a body that is packed, a format that is no object."""
+    message = {"model": "plain", "max_tokens": 3, "messages": HI}
+    async with httpx.AsyncClient(base_url=world.url) as client:
+        for more, headers, named in (
+            ({}, {"content-encoding": "gzip"}, "content-encoding"),
+            ({"output_config": {"format": []}}, {}, "format"),
+        ):
+            answer = await client.post("/v1/messages", json=message | more, headers=headers)
+            assert answer.status_code == 400
+            assert named in answer.json()["error"]["message"]
+        assert (await client.post("/v1/messages", json=message)).status_code == 200
+
+
 @pytest.mark.parametrize("depth", [200, 960])
 async def test_deep_bodies_and_odd_kinds(world: World, depth: int) -> None:
     """L13: what is nested deeper than something can read is the client's mistake; so is a kind that is no text."""
