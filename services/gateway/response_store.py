@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Protocol
@@ -75,17 +75,36 @@ class MemoryStore:
         """Until when, and what, by identifier."""
         self._owners: OrderedDict[str, OrderedDict[str, None]] = OrderedDict()
         """Identifiers of each owner, oldest first; the owner used last is the last."""
+        self._bytes: Counter[str] = Counter()
+        """Of each owner."""
 
     async def put(self, owner: str, identifier: str, data: bytes) -> None:
+        self._forget(owner, identifier)
         own = self._owners.setdefault(owner, OrderedDict())
         self._owners.move_to_end(owner)
         own[identifier] = None
         self._kept[identifier] = (self._monotonic() + self._settings.keep_seconds, data)
+        self._bytes[owner] += len(data)
         while len(own) > self._settings.per_tenant:
-            del self._kept[own.popitem(last=False)[0]]
+            self._forget(owner, next(iter(own)))
         while len(self._owners) > self._settings.max_tenants:
-            for forgotten in self._owners.popitem(last=False)[1]:
-                del self._kept[forgotten]
+            oldest = next(iter(self._owners))
+            for forgotten in tuple(self._owners[oldest]):
+                self._forget(oldest, forgotten)
+            del self._owners[oldest]
+        while self._bytes.total() > self._settings.memory_bytes:
+            largest = max(self._bytes, key=self._bytes.__getitem__)
+            self._forget(largest, next(iter(self._owners[largest])))
+
+    def _forget(self, owner: str, identifier: str) -> bool:
+        own = self._owners.get(owner, OrderedDict())
+        if identifier not in own:
+            return False
+        del own[identifier]
+        self._bytes[owner] -= len(self._kept.pop(identifier)[1])
+        if not self._bytes[owner]:
+            del self._bytes[owner]
+        return True
 
     async def get(self, identifier: str) -> Stored | None:
         ends, data = self._kept.get(identifier, (0.0, b""))
@@ -96,14 +115,11 @@ class MemoryStore:
         return stored
 
     async def delete(self, owner: str, identifier: str) -> bool:
-        own = self._owners.get(owner, OrderedDict())
-        if identifier not in own:
-            return False
-        del own[identifier], self._kept[identifier]
-        return True
+        return self._forget(owner, identifier)
 
     async def close(self) -> None:
         self._owners.clear()
+        self._bytes.clear()
         self._kept.clear()
 
 

@@ -74,6 +74,8 @@ class ResponsesSection(Section):
     """Largest stored conversation; a longer one is answered and not stored, which its `store` then says."""
     max_tenants: int = Field(default=1024, ge=1)
     """Tenants with stored responses (in memory); those unused longest are forgotten."""
+    memory_bytes: ByteSize = Field(default=ByteSize(1024 * 1024 * 1024), ge=1024)
+    """Of all stored responses (in memory); above it the tenant that has most of it loses its oldest."""
     keep_seconds: int = Field(default=30 * 24 * 3600, ge=1)
     """How long a stored response is kept."""
     deadline_ms: int = Field(default=1000, ge=1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from pydantic import SecretStr
+from pydantic import ByteSize, SecretStr
 
 from headrace.services.gateway.response_store import MemoryStore, ResponseStore, Stored, encode, open_store, owner_of
 from headrace.services.gateway.settings import ResponsesSection
@@ -75,6 +75,20 @@ async def test_memory_is_bounded_in_tenants_and_time() -> None:
     assert await store.get("of c") is not None
     now = LIMITS.keep_seconds + 1.0
     assert await store.get("of c") is None
+
+
+async def test_memory_is_bounded_in_bytes() -> None:
+    """L12: whoever has most gives way, and nobody else."""
+    store = MemoryStore(ResponsesSection(memory_bytes=ByteSize(9_000)))
+    small, large = (owner_of("m", name) for name in ("small", "large"))
+    for name in ("a", "b"):
+        await store.put(small, name, bytes(1_000))
+    for number in range(9):
+        await store.put(large, f"l{number}", bytes(1_000))
+    assert await store.delete(small, "a")
+    assert await store.delete(small, "b")
+    kept = [await store.delete(large, f"l{number}") for number in range(9)]
+    assert kept == [number >= 2 for number in range(9)]
 
 
 async def test_a_redis_that_is_away() -> None:
