@@ -114,10 +114,10 @@ class Load:
         return max((call.took_s for call in self.calls if call.began + call.took_s <= until), default=0.0)
 
     def outcomes(self, since: float, until: float = float("inf")) -> Counter[str]:
-        """What the reads begun in [since, until) came to."""
+        """What the reads that began and ended in [since, until) came to."""
         total: Counter[str] = Counter()
         for call in self.calls:
-            if since <= call.began < until:
+            if since <= call.began and call.began + call.took_s < until:
                 total += call.outcomes
         return total
 

@@ -7,7 +7,7 @@ import ssl
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 import structlog.testing
@@ -136,7 +136,7 @@ def test_what_settings_refuse(tmp_path: Path) -> None:
 @pytest.mark.parametrize("half", [b'"\\ud800"', b'"\xed\xa0\x80"'])
 async def test_half_a_surrogate_pair_is_no_text(world: World, half: bytes) -> None:
     """L13: wherever it stands, a key of an unknown field included; whole pairs are characters."""
-    async with httpx.AsyncClient(base_url=world.url) as client:
+    async with httpx2.AsyncClient(base_url=world.url) as client:
         for body in (
             b'{"model":"plain","prompt":%s}',
             b'{"model":"plain","prompt":"x",%s:1}',
@@ -153,7 +153,7 @@ async def test_half_a_surrogate_pair_is_no_text(world: World, half: bytes) -> No
 async def test_what_would_pass_for_nothing(world: World) -> None:
     """What is not understood is named: a body that is packed, a format that is no object."""
     message = {"model": "plain", "max_tokens": 3, "messages": HI}
-    async with httpx.AsyncClient(base_url=world.url) as client:
+    async with httpx2.AsyncClient(base_url=world.url) as client:
         for more, headers, named in (
             ({}, {"content-encoding": "gzip"}, "content-encoding"),
             ({"output_config": {"format": []}}, {}, "format"),
@@ -168,7 +168,7 @@ async def test_what_would_pass_for_nothing(world: World) -> None:
 async def test_deep_bodies_and_odd_kinds(world: World, depth: int) -> None:
     """L13: what is nested deeper than something can read is the client's mistake; so is a kind that is no text."""
     deep = "[" * depth + "]" * depth
-    async with httpx.AsyncClient(base_url=world.url) as client:
+    async with httpx2.AsyncClient(base_url=world.url) as client:
         for path, field in (
             ("chat/completions", f'"messages":[{{"role":"user","content":{deep}}}]'),
             ("chat/completions", f'"messages":[{{"role":"user","content":"x"}}],"metadata":{deep}'),
@@ -190,7 +190,7 @@ async def test_what_cannot_fit_is_not_tokenised(world: World, model: str, monkey
     monkeypatch.setattr(Tokenizer, "encode_plain", never)
     monkeypatch.setattr(Tokenizer, "encode_trusted", never)
     body = {"model": model, "messages": [{"role": "user", "content": "ab " * 200_000}]}
-    async with httpx.AsyncClient(base_url=world.url) as client:
+    async with httpx2.AsyncClient(base_url=world.url) as client:
         answer = await client.post("/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 400
     assert "the model takes at most 4096" in answer.text
@@ -198,7 +198,7 @@ async def test_what_cannot_fit_is_not_tokenised(world: World, model: str, monkey
 
 async def test_a_router_that_is_gone(tmp_path: Path) -> None:
     """L12: unavailable, with a time to come back; nobody outside is told where it was."""
-    async with a_world(tmp_path) as world, httpx.AsyncClient(base_url=world.url) as client:
+    async with a_world(tmp_path) as world, httpx2.AsyncClient(base_url=world.url) as client:
         body = {"model": "plain", "messages": HI}
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
         upstream = world.gateway.upstreams.get("plain")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-import httpx
+import httpx2
 import pytest
 import pytest_asyncio
 
@@ -27,8 +27,8 @@ BODIES = {
 
 
 @pytest_asyncio.fixture
-async def http(world: World) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=world.url, timeout=60.0) as made:
+async def http(world: World) -> AsyncIterator[httpx2.AsyncClient]:
+    async with httpx2.AsyncClient(base_url=world.url, timeout=60.0) as made:
         yield made
 
 
@@ -54,7 +54,7 @@ def test_the_words_of_each_api() -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_answers_streams_and_refusals_have_them(world: World, http: httpx.AsyncClient, path: str) -> None:
+async def test_answers_streams_and_refusals_have_them(world: World, http: httpx2.AsyncClient, path: str) -> None:
     world.router.levels = LEVELS
     name = "anthropic-ratelimit-requests-remaining" if "messages" in path else "x-ratelimit-remaining-requests"
     for more in ({}, {"stream": True}):
