@@ -95,14 +95,17 @@ class SenderWatch:
     async def _follow_lives(self, incarnation: str, processes: tuple[ProcessIdentity, ...]) -> None:
         """Former lives of these processes are over."""
         for former, suspect in tuple(self._suspects.items()):
-            if former != incarnation and processes and set(suspect.processes) & set(processes):
-                self._forget(former)
+            another = former != incarnation and bool(set(suspect.processes) & set(processes))
+            if another and self._forget(former):
                 _log.info("a sender began another life", former=short(former), incarnation=short(incarnation))
                 await self._on_dead(former)
 
-    def _forget(self, suspect: str) -> None:
-        del self._suspects[suspect]
+    def _forget(self, suspect: str) -> bool:
+        """Whether it was a suspect still: both tasks wait while they tell of another one."""
+        if self._suspects.pop(suspect, None) is None:
+            return False
         self._endpoints.pop(suspect, None)
+        return True
 
     def _suspect(self, replica: Replica) -> None:
         processes = self._processes.pop(replica.incarnation, ())
@@ -115,17 +118,13 @@ class SenderWatch:
         """Ask the kernel about suspects until they are dead, for ever."""
         while True:
             await self._suspected.wait()
-            for incarnation in tuple(self._suspects):
-                suspect = self._suspects.get(incarnation)
-                if suspect is None:  # another life of it began while a dead one was told of
-                    continue
+            for incarnation, suspect in tuple(self._suspects.items()):
                 found = {process.liveness() for process in suspect.processes}
                 if Liveness.UNKNOWN in found:
-                    if self._on_left is None or self._monotonic() - suspect.since >= LEFT_S:
-                        self._forget(incarnation)
+                    late = self._on_left is None or self._monotonic() - suspect.since >= LEFT_S
+                    if late and self._forget(incarnation):
                         self._give_up(incarnation, suspect.processes)
-                elif found == {Liveness.DEAD}:
-                    self._forget(incarnation)
+                elif found == {Liveness.DEAD} and self._forget(incarnation):
                     _log.info("a sender is dead", incarnation=short(incarnation))
                     await self._on_dead(incarnation)
             if self._suspects:

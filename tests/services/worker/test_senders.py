@@ -133,6 +133,25 @@ async def test_suspects_may_go_while_a_death_is_told(child: subprocess.Popen[byt
     task.cancel()
 
 
+async def test_a_life_may_be_told_of_by_either_task_and_once() -> None:
+    """L13: of two former lives one is found dead while the other is told of; following the registry goes on."""
+    told: list[str] = []
+
+    async def on_dead(incarnation: str) -> None:
+        told.append(incarnation)
+        for other in tuple(watch._suspects):
+            watch._forget(other)  # as the other task does
+
+    watch = SenderWatch(Role.PREFILL, on_dead)
+    first, second, own = new_incarnation(), new_incarnation(), (ProcessIdentity.own(),)
+    for incarnation in (first, second):
+        watch._processes[incarnation] = own
+        watch._suspect(replace(replica(b""), incarnation=incarnation))
+    await watch._follow_lives(new_incarnation(), own)
+    assert told == [first]
+    assert watch.suspects == 0
+
+
 @pytest.mark.parametrize("same_host", [False, True])
 async def test_one_that_cannot_be_looked_at_is_given_up_when_it_stays_away(same_host: bool) -> None:
     """L6: a process of another host, or of another container here, has left; only when it does not come back are its
