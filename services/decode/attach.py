@@ -122,7 +122,7 @@ class AttachHub:
         content: bytes,
         offsets: Sequence[int],
         router: str,
-        single_content: Callable[[int], bytes] | None = None,
+        single_content: Callable[[int], bytes],
     ) -> decode_pb2.AdoptResponse:
         """Hand a request to another router, as `handover.hand_over` does, and take every other attempt of it from
         whoever has it (L16)."""

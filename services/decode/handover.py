@@ -28,13 +28,12 @@ def hand_over(
     offsets: Sequence[int],
     router: str,
     now: float,
-    single_content: Callable[[int], bytes] | None = None,
+    single_content: Callable[[int], bytes],
 ) -> Handed:
     """Hand over the newest attempt that can go on after `offsets` tokens of each choice, or choices one by one where
     they are continued by themselves. `journals`: all of the request and its parts, the highest attempt first.
     `content`: digest of what the client asks for, `single_content` that of a choice by itself: what is of another
-    tenant, or another request, is not found, and nothing becomes of it. None: single choices are not handed over, and
-    end.
+    tenant, or another request, is not found, and nothing becomes of it.
     """
     highest = max((journal.key.attempt for journal in journals), default=0)
     handed = Handed(decode_pb2.AdoptResponse(highest_attempt=highest))
@@ -61,9 +60,9 @@ def hand_over(
         if journal.key.request_id == request_id:
             continue
         choice = choices.get(journal.key.request_id)
-        if single_content is not None and (choice is None or journal.content != single_content(choice)):
+        if choice is None or journal.content != single_content(choice):
             continue
-        if choice is None or single_content is None or choice in found:
+        if choice in found:
             handed.left.append(journal)
         elif (adopted := take(journal, [offsets[choice]])) is not None:
             found.add(choice)

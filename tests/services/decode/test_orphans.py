@@ -158,7 +158,7 @@ async def test_an_orphan_goes_to_the_router_that_asks() -> None:
     await old.next()
     assert (await old.next()).requests[0].tokens[0].token_ids == [10, 11, 12]
     await new.next()
-    adopted = site.hub.adopt("r", CONTENT, [2], NEW)
+    adopted = site.hub.adopt("r", CONTENT, [2], NEW, content_of)
     assert list(adopted.choices[0].delivered_token_ids) == [10, 11]
     assert (await old.next()).overtaken[0].request_id == "r"
     site.brings(key, 3, 13)
@@ -177,7 +177,8 @@ def test_what_cannot_be_handed_over_is_ended() -> None:
     site = Hub()
     older, newer, single = site.begin(attempt=1), site.begin(attempt=2), site.begin("r/1", 3)
     site.brings(older, 0, 1)
-    assert not site.hub.adopt("r", CONTENT, [5], NEW).HasField("id")
+    adopted = site.hub.adopt("r", CONTENT, [5, 5], NEW, lambda choice: CONTENT)
+    assert not adopted.HasField("id")
     assert {command.key for command in site.link.told if isinstance(command, Cancel)} == {older, newer, single}
 
 
@@ -186,7 +187,7 @@ def test_the_newest_attempt_is_handed_over() -> None:
     older, newer = site.begin(attempt=1), site.begin(attempt=2)
     for key in (older, newer):
         site.brings(key, 0, 1)
-    adopted = site.hub.adopt("r", CONTENT, [1], NEW)
+    adopted = site.hub.adopt("r", CONTENT, [1], NEW, content_of)
     assert adopted.id.attempt == 2
     assert [command.key for command in site.link.told if isinstance(command, Cancel)] == [older]
 
@@ -241,7 +242,7 @@ def test_another_request_of_the_name_is_not_found() -> None:
     site.brings(key, 0, 1)
     site.begin("r/1", 2, content=content_of(1))  # of a request with more choices
     assert not site.hub.adopt("r", b"something else", [1], NEW, content_of).HasField("id")
-    assert site.hub.adopt("unknown", CONTENT, [1], NEW) == decode_pb2.AdoptResponse()
+    assert site.hub.adopt("unknown", CONTENT, [1], NEW, content_of) == decode_pb2.AdoptResponse()
     assert site.link.told == []
     journal = site.journals.get(key)
     assert journal is not None
@@ -256,7 +257,7 @@ def test_ends_that_nobody_took_are_kept_for_a_client_that_resumes() -> None:
     site.ends(key)
     site.clock.advance(9.0)
     site.hub.reap()
-    assert site.hub.adopt("r", CONTENT, [1], NEW).HasField("id")
+    assert site.hub.adopt("r", CONTENT, [1], NEW, content_of).HasField("id")
     site.clock.advance(2.0)
     site.hub.reap()
     assert len(site.journals) == 0
@@ -271,7 +272,7 @@ async def test_a_router_that_lost_a_request_cannot_cancel_it() -> None:
     await old.next()
     await old.next()
     await new.next()
-    assert site.hub.adopt("r", CONTENT, [1], NEW).HasField("id")
+    assert site.hub.adopt("r", CONTENT, [1], NEW, content_of).HasField("id")
     old.say(cancel=key)
     while not (await old.next()).overtaken:
         old.say()
@@ -299,7 +300,7 @@ async def test_a_request_that_was_cancelled_is_not_handed_over() -> None:
     old.say(cancel=key)
     site.clock.advance(1.0)
     await old.next()
-    assert not site.hub.adopt("r", CONTENT, [1], NEW).HasField("id")
+    assert not site.hub.adopt("r", CONTENT, [1], NEW, content_of).HasField("id")
     await old.close()
 
 
@@ -327,7 +328,7 @@ async def test_an_adopter_that_never_comes_is_not_waited_for() -> None:
     site.brings(key, 0, 1)
     stream = site.attach(NEW)
     await stream.next()
-    assert site.hub.adopt("r", CONTENT, [0], NEW) is not None
+    assert site.hub.adopt("r", CONTENT, [0], NEW, content_of).HasField("id")
     site.ends(key)
     for seconds, there in ((9.0, True), (1.0, False)):
         site.clock.advance(seconds)
