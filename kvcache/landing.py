@@ -164,5 +164,6 @@ class LandingRegion(LandingBooks):
             version=self.version + 1,
             generation=self._generation,
         )
-        fresh._dead.update(self._dead)
+        for sender in self._dead:
+            fresh._dead.add(sender)
         return fresh

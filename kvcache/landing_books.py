@@ -10,7 +10,6 @@ Time is injected (monotonic seconds). Used by one thread, the engine's.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +28,7 @@ from headrace.kvcache.landing_types import (
     UnknownTransfer,
 )
 from headrace.kvcache.landing_units import LandingUnits, count_units, deal
+from headrace.kvcache.last_keys import LastKeys
 
 MOST_DEAD = 1024
 """Dead senders that are remembered."""
@@ -67,7 +67,7 @@ class LandingBooks:
         self._transfers: dict[str, _Transfer] = {}
         self._generation = generation
         self._closed = False
-        self._dead: OrderedDict[str, None] = OrderedDict()
+        self._dead: LastKeys[str] = LastKeys(MOST_DEAD)
         """Senders known to be dead, the last ones: a grant may be meant for one that died on the way to it."""
         self.late_notices = 0
         """Notices that named no live transfer, since start (a metric)."""
@@ -217,9 +217,7 @@ class LandingBooks:
         waiting = tuple(transfer.handle for transfer in dead if _waiting(transfer))
         for transfer in dead:
             self._free(transfer)
-        self._dead[sender] = None
-        while len(self._dead) > MOST_DEAD:
-            self._dead.popitem(last=False)
+        self._dead.add(sender)
         return waiting
 
     # --- health ------------------------------------------------------------------------------------------------

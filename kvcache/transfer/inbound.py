@@ -11,7 +11,7 @@ landing rows of one that is open are not free (landing_books.py), so no stream w
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from headrace.kvcache.handle import Handle
+from headrace.kvcache.last_keys import LastKeys
 from headrace.kvcache.transfer.errors import Refusal, StreamRefused
-from headrace.kvcache.transfer.ledger import remember
+from headrace.kvcache.transfer.ledger import REMEMBERED
 from headrace.kvcache.transfer.pushes import Outcome, TerminalNotice
 from headrace.kvcache.transfer.regions import MemoryRegion, RegionRole
 
@@ -59,8 +60,8 @@ class InboundStreams:
         self._regions = regions
         self._lock = threading.RLock()
         self._grants: dict[str, _Grant] = {}
-        self._dead: OrderedDict[str, None] = OrderedDict()
-        self._streamers: OrderedDict[str, None] = OrderedDict()
+        self._dead: LastKeys[str] = LastKeys(REMEMBERED)
+        self._streamers: LastKeys[str] = LastKeys(REMEMBERED)
         """Senders that wrote by stream: those write by nothing else."""
         self._notices: deque[TerminalNotice] = deque()
         self.wake: Callable[[], None] = lambda: None
@@ -89,7 +90,7 @@ class InboundStreams:
     def sender_died(self, incarnation: str) -> tuple[str, ...]:
         """See TransferEngine.sender_died. Returns the transfers that it was to write."""
         with self._lock:
-            remember(self._dead, incarnation)
+            self._dead.add(incarnation)
             grants = self._of(incarnation)
             for grant in grants:
                 self._end(grant, None)
@@ -147,8 +148,7 @@ class InboundStreams:
                 self._end(grant, Outcome.FAILED)
                 raise StreamRefused(Refusal.ENDED, f"transfer {handle.transfer_id} broke off; reserve again")
             grant.sender = sender
-            remember(self._streamers, sender)
-            self._streamers.move_to_end(sender)
+            self._streamers.add(sender)
             grant.stream = stream = InboundStream(self, grant)
             return stream
 

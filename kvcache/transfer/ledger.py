@@ -6,12 +6,13 @@ Counts are sizes of live sets (L11).
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from headrace.kvcache.handle import Handle
+from headrace.kvcache.last_keys import LastKeys
 from headrace.kvcache.transfer.copies import Copy
 from headrace.kvcache.transfer.errors import EngineClosed, PushRefused, Refusal, TransferBusy
 from headrace.kvcache.transfer.outbound import Outgoing, TransferKey
@@ -47,8 +48,8 @@ class Ledger:
         self._live: dict[Push, None] = {}
         self._copies: dict[Copy, None] = {}
         self._transfers: dict[TransferKey, Outgoing] = {}
-        self._ended: OrderedDict[TransferKey, None] = OrderedDict()
-        self._departed: OrderedDict[str, None] = OrderedDict()
+        self._ended: LastKeys[TransferKey] = LastKeys(REMEMBERED)
+        self._departed: LastKeys[str] = LastKeys(REMEMBERED)
         self._expected: set[str] = set()
         self._notices: deque[TerminalNotice] = deque()
         self.totals = Totals()
@@ -128,7 +129,7 @@ class Ledger:
         """The terminal notice went out, or cannot (error)."""
         with self._lock:
             del self._transfers[record.key]
-            remember(self._ended, record.key)
+            self._ended.add(record.key)
             if error is None:
                 self.totals.notices_sent += 1
             else:
@@ -178,7 +179,7 @@ class Ledger:
 
     def depart(self, incarnation: str) -> None:
         with self._lock:
-            remember(self._departed, incarnation)
+            self._departed.add(incarnation)
 
     def has_departed(self, incarnation: str) -> bool:
         with self._lock:
@@ -242,10 +243,3 @@ class Ledger:
 
 def transfer_key(handle: Handle) -> TransferKey:
     return handle.incarnation, handle.rank, handle.transfer_id
-
-
-def remember(memory: OrderedDict[TransferKey, None] | OrderedDict[str, None], key: object) -> None:
-    """Add a key, and let the oldest beyond REMEMBERED go."""
-    memory[key] = None  # type: ignore[index]
-    while len(memory) > REMEMBERED:
-        memory.popitem(last=False)
