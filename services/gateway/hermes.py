@@ -14,13 +14,13 @@ from typing import Final
 
 import deepseek_recipe as recipe
 
-OPEN: Final = "<tool_call>\n"
+TAG: Final = "<tool_call>"
+OPEN: Final = f"{TAG}\n"
 CLOSE: Final = "</tool_call>"
 RESULT_OPEN: Final = "<tool_response>\n"
 RESULT_CLOSE: Final = "\n</tool_response>"
 DELIMITER: Final = "\U0010fffe"
 """A noncharacter; what a model writes of it is removed before it is read."""
-TAG: Final = "<tool_call>"
 _STRING_OR_CLOSE = re.compile(rf'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|{CLOSE}', re.DOTALL)
 """Of JSON: a string, which may lack its end as yet."""
 NAME: Final = re.compile(r'[^\s"\\<\x00-\x1f\x7f-\x9f\ufeff｜]+')
