@@ -133,8 +133,9 @@ class Upstream(Served):
 
     def _failure(self, error: grpc.aio.AioRpcError) -> HeadraceError:
         """What clients are told of a failed call. Where the router is, and why it cannot be reached, is for the log."""
-        if error.code() != grpc.StatusCode.UNAVAILABLE or told_by_peer(error):
-            return from_rpc_error(error)
+        typed = from_rpc_error(error)
+        if not isinstance(typed, Unavailable) or told_by_peer(error):
+            return typed
         if not self._lost:
             _log.warning("a router cannot be reached", model=self.name, router=self.entry.router, error=error.details())
         self._lost = True

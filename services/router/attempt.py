@@ -145,10 +145,11 @@ class Attempts:
                         raise from_proto(response.failed.error)
             raise Internal("prefill ended its stream without a result")
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE:
+            typed = from_rpc_error(error)
+            if isinstance(typed, Unavailable):
                 recall_it()
             reservation.prefill_gone = reservation.prefill_gone and not told_by_peer(error)
-            raise from_rpc_error(error) from error
+            raise typed from error
         finally:
             call.cancel()
             self._prefixes.drop(reservation.expectation)

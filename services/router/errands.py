@@ -70,7 +70,7 @@ async def recall(workers: Workers, endpoint: str, attempt: common_pb2.AttemptId)
             try:
                 return not (await stub.Cancel(request, timeout=ARRIVE_TIMEOUT_S)).found
             except grpc.aio.AioRpcError as error:
-                refused += error.code() is grpc.StatusCode.UNAVAILABLE
+                refused += isinstance(from_rpc_error(error), Unavailable)
                 if workers.closing or refused >= RECALL_TRIES or loop.time() >= until:
                     raise
             await asyncio.sleep(RECALL_PAUSE_S)

@@ -183,13 +183,15 @@ TABLE: Final[Mapping[common_pb2.ErrorCode.ValueType, Mapped]] = {
 """Every ErrorCode but UNSPECIFIED, exactly once (a test says so)."""
 
 # What a bare gRPC status means when the peer sent no Error: gRPC itself raises these. RESOURCE_EXHAUSTED from gRPC's
-# own code is a message over the size limit, which no waiting cures.
+# own code is a message over the size limit, which no waiting cures. CANCELLED is a server that shut as the call came:
+# who cancels a call himself gets CancelledError.
 _BARE: Final[Mapping[grpc.StatusCode, type[HeadraceError]]] = {
     grpc.StatusCode.OUT_OF_RANGE: InvalidArgument,
     grpc.StatusCode.ALREADY_EXISTS: FailedPrecondition,
     grpc.StatusCode.UNKNOWN: Internal,
     **{row.status: row.error for row in reversed(list(TABLE.values()))},
     grpc.StatusCode.RESOURCE_EXHAUSTED: InvalidArgument,
+    grpc.StatusCode.CANCELLED: Unavailable,
 }
 
 

@@ -16,7 +16,7 @@ from headrace.kvcache.transfer.base import PeerDescription
 from headrace.kvcache.transfer.errors import PeerLost, TransferError, WireFailed
 from headrace.kvcache.transfer.regions import RegionRole
 from headrace.kvcache.transfer.row_wire import OutboundStream, RowPiece, RowWire
-from headrace.services.runtime.errors import Cancelled, HeadraceError, Unavailable, from_rpc_error, task_is_cancelled
+from headrace.services.runtime.errors import HeadraceError, Unavailable, from_rpc_error, task_is_cancelled
 from headrace.services.runtime.intercept import request_metadata
 from headrace.services.worker.channels import Channels
 from headrace.services.worker.signing import Signer
@@ -144,7 +144,7 @@ def _raise(peer: PeerDescription, failure: grpc.aio.AioRpcError) -> NoReturn:
     typed: TransferError
     if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         raise TimeoutError from failure
-    if isinstance(error, Unavailable | Cancelled):  # nobody here cancelled it: its channel was closed
+    if isinstance(error, Unavailable):
         typed = PeerLost(peer.incarnation, error.message)
     else:
         typed = WireFailed(f"{peer.agent_name} refuses the stream: {error}; push again under a new handle")

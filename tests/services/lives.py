@@ -7,6 +7,7 @@ from pathlib import Path
 
 import grpc.aio
 
+from headrace.services.runtime.errors import Unavailable, from_rpc_error
 from headrace.services.runtime.registry.base import Replica
 from headrace.v1 import common_pb2, control_pb2, control_pb2_grpc
 from tests.services.cluster import PATIENCE_S, Cluster, WorkerProcess
@@ -31,7 +32,7 @@ async def ended_change(worker: WorkerProcess) -> control_pb2.StatusResponse:
             try:
                 status = await control(worker).Status(control_pb2.StatusRequest(), timeout=PATIENCE_S)
             except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                if not isinstance(from_rpc_error(error), Unavailable):
                     raise
                 status = control_pb2.StatusResponse()
             if status.ready and status.role_change.state in ENDED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import grpc
@@ -87,6 +88,7 @@ def test_unknown_code_is_kept_readable() -> None:
         (grpc.StatusCode.FAILED_PRECONDITION, errors.FailedPrecondition),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.InvalidArgument),
         (grpc.StatusCode.UNKNOWN, errors.Internal),
+        (grpc.StatusCode.CANCELLED, errors.Unavailable),
     ],
 )
 def test_bare_statuses(status: grpc.StatusCode, expected: type[errors.HeadraceError]) -> None:
@@ -94,6 +96,36 @@ def test_bare_statuses(status: grpc.StatusCode, expected: type[errors.HeadraceEr
     error = errors.from_rpc_error(failure)
     assert type(error) is expected
     assert error.message == status.name
+
+
+async def test_calls_that_meet_the_end_of_a_server_are_unavailable() -> None:
+    """L6: whoever calls as a process ends or changes its role tries elsewhere; nobody has cancelled the call, although
+    gRPC says so of those that no handler has begun."""
+
+    async def serve(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+        await asyncio.sleep(0 if request else 600)
+        return request
+
+    handler = grpc.unary_unary_rpc_method_handler(serve)
+    for _ in range(5):
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", {"Serve": handler}),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.unary_unary("/test.Service/Serve")
+            calls = [asyncio.ensure_future(call(b"x", timeout=60))]
+            await calls[0]
+            calls.append(asyncio.ensure_future(call(b"", timeout=60)))
+            await asyncio.sleep(0.01)
+            stopping = asyncio.create_task(server.stop(0.01))
+            while not stopping.done():
+                calls.append(asyncio.ensure_future(call(b"x", timeout=60)))
+                await asyncio.sleep(0)
+            results = await asyncio.gather(*calls, return_exceptions=True)
+        failures = [result for result in results if isinstance(result, grpc.aio.AioRpcError)]
+        assert len(failures) + results.count(b"x") == len(calls)
+        assert {type(errors.from_rpc_error(failure)) for failure in failures} == {errors.Unavailable}
 
 
 def test_negative_delay_is_refused() -> None:
