@@ -26,6 +26,7 @@ from headrace.services.runtime.clock import Clock
 from headrace.services.runtime.errors import (
     HeadraceError,
     Internal,
+    Unavailable,
     closed_is_unavailable,
     from_proto,
     from_rpc_error,
