@@ -71,7 +71,7 @@ class Timings:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="a directory on the disk to measure")
-    parser.add_argument("--mib", type=positive, default=256, help="MiB of records per case and round")
+    parser.add_argument("--mib", type=positive, default=512, help="MiB of records per case and round")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--threads", type=positive, nargs="+", default=THREADS)
     parser.add_argument("--payloads", type=positive, nargs="+", default=PAYLOADS, help="bytes; the first one is judged")

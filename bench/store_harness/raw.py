@@ -67,7 +67,7 @@ def _move(
     *,
     sync_bytes: int,
 ) -> float:
-    files = {run.file: os.open(run.file, flags | os.O_DIRECT) for run in runs}
+    files = {file: os.open(file, flags | os.O_DIRECT) for file in {run.file for run in runs}}
     most = max(run.records for run in runs)
     buffers = _buffers(threads, most, record)
     queue = iter(runs)
