@@ -20,9 +20,9 @@ _FORMAT = 1
 _PROGRESS_STEPS = 20_000
 """Steps of SQLite's machine between two looks at the deadline, about 1 ms."""
 _WRITER = "PRAGMA cache_size = -32768; PRAGMA wal_autocheckpoint = 8000"
-"""Keys are random, so nearly every row of a put changes a page of its own. With SQLite's 2 MiB of cache pages are spilled
-in the middle of a put, and a log of 4 MiB is copied into the file after every other put: 44 µs a row at 170,000 rows; so
-it is 36 µs (measured), for 32 MiB of memory and of disk."""
+"""Keys are random, so nearly every row of a put changes a page of its own. With SQLite's 2 MiB of cache pages are
+spilled in the middle of a put, and a log of 4 MiB is copied into the file after every other put: 44 µs a row at 170,000
+rows; so it is 36 µs (measured), for 32 MiB of memory and of disk."""
 _DAMAGED = (
     sqlite3.SQLITE_CORRUPT,
     sqlite3.SQLITE_NOTADB,
