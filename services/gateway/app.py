@@ -48,7 +48,8 @@ class Gateway:
         self.upstreams = upstreams
         self.metrics = metrics
         self.door = Door(settings.gateway)
-        self.ready = False
+        self.started = False
+        """Every router has answered once."""
         metrics.live_set("http_requests", "Requests served over HTTP", self.door.live)
         self._answers = metrics.counter("http_answers", "Answers, by route and status", ("route", "status"))
         self._seconds = metrics.histogram("http_seconds", "Duration of requests, streams included", ("route",))
@@ -149,9 +150,11 @@ class Gateway:
         return JSONResponse({"status": "ok"})
 
     async def is_ready(self, _request: Request) -> Response:
-        """Routers answer, and the process is not ending (L18)."""
-        if self.door.closing or not self.ready:
+        """Every router has answered once, one answers now, and the process is not ending (L18)."""
+        if self.door.closing or not self.started:
             return JSONResponse({"status": "ending" if self.door.closing else "starting"}, 503)
+        if not await self.upstreams.one_answers():
+            return JSONResponse({"status": "no router answers"}, 503)
         return JSONResponse({"status": "ready"})
 
     async def show_metrics(self, _request: Request) -> Response:

@@ -55,6 +55,10 @@ _FIELDS: Final = {
 }
 """Of the wire's fields, those that HTTP clients call otherwise."""
 _OF_MESSAGES: Final = {"stop.stop": "stop_sequences", "constraint": "output_config.format"}
+_OF_COMPLETIONS: Final = dict.fromkeys(
+    ("prompt.text.text", "prompt.text", "prompt.tokens.token_ids", "prompt.tokens"), "prompt"
+)
+"""The longer ones first."""
 _OF_RESPONSES: Final = {"stop.max_tokens": "max_output_tokens", "constraint": "text.format"}
 
 
@@ -79,7 +83,7 @@ def status_of(error: HeadraceError) -> int:
 
 def client_field(field: str, api: str) -> str:
     """The wire's path of a field as the API names it."""
-    own = {"messages": _OF_MESSAGES, "responses": _OF_RESPONSES}.get(api, {})
+    own = {"completions": _OF_COMPLETIONS, "messages": _OF_MESSAGES, "responses": _OF_RESPONSES}.get(api, {})
     for wire, name in (own | {k: v for k, v in _FIELDS.items() if k not in own}).items():
         if field == wire or field.startswith((f"{wire}[", f"{wire}.")):
             return name + field[len(wire) :]

@@ -14,7 +14,6 @@ from headrace.services.gateway.server import HttpServer, HttpsFiles
 from headrace.services.gateway.settings import GatewaySettings, ModelEntry
 from headrace.services.gateway.upstream import Upstream, Upstreams, load_assets
 from headrace.services.runtime import logs
-from headrace.services.runtime.errors import HeadraceError, PermissionDenied, Unauthenticated
 from headrace.services.runtime.lifecycle import Lifecycle, run_service
 from headrace.services.runtime.metrics import Metrics
 from headrace.services.runtime.settings_load import SettingsError
@@ -68,20 +67,13 @@ async def _refuse(gateway: Gateway) -> None:
 
 
 async def _become_ready(gateway: Gateway) -> None:
-    """Ready once each router has answered. That it wants a key, and this process has none, is an answer."""
+    """Begin to take requests once each router has answered."""
     for upstream in gateway.upstreams.models:
         told = ""
-        while True:
-            try:
-                await upstream.ask(None)
-            except (Unauthenticated, PermissionDenied):
-                break
-            except HeadraceError as error:
-                if str(error) != told:
-                    _log.warning("waiting for a router", model=upstream.name, error=str(error))
-                told = str(error)
-                await asyncio.sleep(POLL_S)
-            else:
-                break
-    gateway.ready = True
+        while (error := await upstream.trouble()) is not None:
+            if str(error) != told:
+                _log.warning("waiting for a router", model=upstream.name, error=str(error))
+            told = str(error)
+            await asyncio.sleep(POLL_S)
+    gateway.started = True
     _log.info("ready")

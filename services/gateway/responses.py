@@ -258,8 +258,10 @@ class _Answer:
         if self._wanted:
             caller = caller_of(self._request)
             if caller is None:
-                raise Internal("the router does not say who calls; it is of another version")
-            owner = owner_of(self._call.model, caller.tenant)
-            stored = Stored(owner, self._call.model, response, self._items)
-            response["store"] = await self._responses.keep(stored)
+                _log.warning("a response is not stored: its router, of another version, does not say who calls")
+                response["store"] = False
+            else:
+                owner = owner_of(self._call.model, caller.tenant)
+                stored = Stored(owner, self._call.model, response, self._items)
+                response["store"] = await self._responses.keep(stored)
         return response

@@ -20,6 +20,8 @@ from headrace.services.runtime.errors import (
     Internal,
     InvalidArgument,
     NotFound,
+    PermissionDenied,
+    Unauthenticated,
     Unavailable,
     closed_is_unavailable,
     from_rpc_error,
@@ -34,6 +36,8 @@ from headrace.v1 import inference_pb2, inference_pb2_grpc
 REMEMBER_S: Final = 30.0
 """How long what a router said of its model is taken for granted."""
 RETRY_AFTER_S: Final = 1.0
+PROBE_S: Final = 1.0
+"""Routers are not asked more often whether they answer, however often probes come."""
 _log = logs.get(__name__)
 
 
@@ -77,6 +81,17 @@ class Upstream(Served):
         served = ", ".join(model.identity.name for model in answer.models)
         message = f"the router of {self.name} serves no model {self._at_router!r} but {served}"
         raise NotFound(f"{message}; set its router_model at the gateway", field="model")
+
+    async def trouble(self) -> HeadraceError | None:
+        """Why nobody can be served by its router now; None if it answers. That it wants a key, and this process has
+        none, is an answer."""
+        try:
+            await self.ask(None)
+        except (Unauthenticated, PermissionDenied):
+            return None
+        except HeadraceError as error:
+            return error
+        return None
 
     async def tenant(self, credential: str | None) -> str:
         """Whose the credential is, asked now. Raises what the router answers, as `ask` does."""
@@ -148,6 +163,9 @@ class Upstreams:
     def __init__(self, models: tuple[Upstream, ...]) -> None:
         self.models = models
         self._by_name = {name: one for one in models for name in (one.name, *one.entry.aliases)}
+        self._probing = asyncio.Lock()
+        self._probed_at = float("-inf")
+        self._answers = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -163,6 +181,28 @@ class Upstreams:
             served = ", ".join(one.name for one in self.models)
             raise NotFound(f"no model {name[:100]!r}; served here: {served}", field="model")
         return found
+
+    async def one_answers(self) -> bool:
+        """Whether a router can be reached: then somebody can be served."""
+        loop = asyncio.get_running_loop()
+        async with self._probing:
+            if loop.time() - self._probed_at > PROBE_S:
+                self._answers = await self._ask_all()
+                self._probed_at = loop.time()
+            return self._answers
+
+    async def _ask_all(self) -> bool:
+        """Nobody waits for a silent one while another answers."""
+        asked = [asyncio.ensure_future(one.trouble()) for one in self.models]
+        try:
+            for answer in asyncio.as_completed(asked):
+                if await answer is None:
+                    return True
+            return False
+        finally:
+            for each in asked:
+                each.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
 
     async def close(self) -> None:
         await asyncio.gather(*(one.close() for one in self.models))

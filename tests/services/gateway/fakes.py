@@ -164,6 +164,8 @@ class World:
 
     url: str
     router: FakeRouter
+    server: grpc.aio.Server
+    """Of the router."""
     gateway: Any
 
 
@@ -188,7 +190,7 @@ async def a_world(scratch: Path, **section: Any) -> AsyncIterator[World]:
     http = HttpServer(make_app(gateway, store), ListenSettings(), None, settings.gateway.read_seconds)
     serving = asyncio.ensure_future(http.serve())
     try:
-        yield World(f"http://{http.address}", router, gateway)
+        yield World(f"http://{http.address}", router, server, gateway)
     finally:
         await http.stop()
         await serving

@@ -11,6 +11,7 @@ import httpx2
 import openai
 import pytest
 import structlog.testing
+from starlette.applications import Starlette
 
 from headrace.cli.certificates import files_of, issue, make_authority, own_hosts
 from headrace.engine.text.tokenizer import Tokenizer
@@ -21,7 +22,7 @@ from headrace.services.runtime.peers import Peer, PeerRole
 from headrace.services.runtime.settings import ListenSettings, RpcSettings
 from headrace.services.runtime.settings_load import SettingsError
 from headrace.v1 import inference_pb2
-from tests.services.gateway.fakes import World, a_world, until
+from tests.services.gateway.fakes import PATIENCE_S, World, a_world, until
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 
@@ -107,7 +108,7 @@ async def test_https_follows_its_files(tmp_path: Path, world: World) -> None:
 
     install(folders[0], folders[0])
     files = HttpsFiles(cert, key, reload_s=0.02)
-    server = HttpServer(lambda *_: asyncio.sleep(0), ListenSettings(), files, 60.0)  # type: ignore[arg-type]
+    server = HttpServer(Starlette(), ListenSettings(), files, 60.0)
     tasks = [asyncio.ensure_future(server.serve()), asyncio.ensure_future(files.follow())]
     try:
         assert await trusted(folders[0])
@@ -148,6 +149,24 @@ async def test_half_a_surrogate_pair_is_no_text(world: World, half: bytes) -> No
             assert (answer.status_code, world.router.requests) == (400, [])
         pair = await client.post("/v1/completions", content=b'{"model":"plain","prompt":"\\ud83d\\ude00"}')
         assert (pair.status_code, world.router.requests[-1].prompt.text.text) == (200, "😀")
+
+
+async def test_ready_while_a_router_answers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L18: one that says nothing keeps nobody waiting while another answers; without any, whoever balances over
+    gateways hears so."""
+    silent = asyncio.Event()
+    monkeypatch.setattr(world.gateway.upstreams.models[0], "trouble", silent.wait)
+    async with httpx2.AsyncClient(base_url=world.url) as client:
+        assert (await client.get("/ready")).json() == {"status": "starting"}
+        world.gateway.started = True
+        assert (await client.get("/ready")).json() == {"status": "ready"}
+        monkeypatch.undo()
+        await world.server.stop(None)
+        async with asyncio.timeout(PATIENCE_S):
+            while (answer := await client.get("/ready")).status_code == 200:  # noqa: ASYNC110 - remembered for a second
+                await asyncio.sleep(0.05)
+        assert (answer.status_code, answer.json()) == (503, {"status": "no router answers"})
+        assert (await client.get("/health")).status_code == 200
 
 
 async def test_what_would_pass_for_nothing(world: World) -> None:

@@ -11,6 +11,7 @@ import openai
 import pytest
 from openai.resources.responses import Responses
 
+from headrace.services.gateway.errors import client_field
 from headrace.services.gateway.fields import TABLES, check
 from headrace.services.gateway.fields_page import put
 from headrace.services.runtime.errors import InvalidArgument, Unimplemented
@@ -28,6 +29,20 @@ CLIENTS: dict[str, Any] = {
 @pytest.mark.parametrize("api", CLIENTS)
 def test_the_official_clients_fields_are_known(api: str) -> None:
     assert set(inspect.signature(CLIENTS[api]).parameters) - TRANSPORT <= set(TABLES[api])
+
+
+@pytest.mark.parametrize(
+    ("api", "wire", "own"),
+    [
+        ("completions", "prompt.text.text", "prompt"),
+        ("completions", "prompt.tokens.token_ids[2]", "prompt[2]"),
+        ("chat", "stop.max_tokens", "max_tokens"),
+        ("messages", "stop.stop", "stop_sequences"),
+        ("responses", "constraint.json_schema", "text.format.json_schema"),
+    ],
+)
+def test_fields_are_named_as_clients_write_them(api: str, wire: str, own: str) -> None:
+    assert client_field(wire, api) == own
 
 
 def test_what_is_said_of_a_bad_value_is_short() -> None:

@@ -123,6 +123,16 @@ async def test_schema_logprobs_and_images(world: World, client: Any) -> None:
     assert world.router.requests[-1].prompt.tokens.images[0].data == b"\0\0\0"
 
 
+async def test_a_router_that_does_not_say_who_calls(world: World, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of an older version: whose the answer is nobody knows, so it is given and not kept (L25)."""
+    monkeypatch.setattr("headrace.services.gateway.responses.caller_of", lambda _request: None)
+    response = await client.responses.create(model="plain", input="hi")
+    assert (response.status, response.output_text) == ("completed", "hello")
+    assert response.store is False
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(response.id)
+
+
 async def test_what_is_refused(world: World, client: Any) -> None:
     for body, param in (
         ({"background": True}, "background"),
