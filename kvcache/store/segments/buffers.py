@@ -96,6 +96,11 @@ class BufferPool:
         buffers: list[Buffer] = []
         with self._changed:
             for size in sizes:
+                given = self._given.get(size)  # of whole pages, or there is none
+                if given:
+                    self._taken += size
+                    buffers.append(given.pop())
+                    continue
                 buffer = self.take(size)
                 if buffer is None:
                     break

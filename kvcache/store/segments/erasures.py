@@ -19,6 +19,7 @@ import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from headrace.kvcache.entries import TENANT_TAG_BYTES
 from headrace.kvcache.store.base import StoreError
@@ -252,5 +253,6 @@ class Erasures:
         return lock
 
 
+@lru_cache(maxsize=4096)  # asked for every record, of few segments
 def _namespace_of(group: str) -> str:
     return bucket_name(group).partition("/")[0]
