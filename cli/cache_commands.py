@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.exits import CliError
+from headrace.cli.flags import Json, Router
 
 if TYPE_CHECKING:
     from headrace.cli.cache_targets import CacheTarget
@@ -23,9 +24,6 @@ app = typer.Typer(
     help="Look into and manage the cache of computed prefixes: of a running cluster, or of a store's folder (--store).",
 )
 
-Router = Annotated[
-    str | None, typer.Option(metavar="HOST:PORT", help="The router; default: that of your running `headrace up`.")
-]
 ApiKey = Annotated[
     str | None,
     typer.Option(envvar="HEADRACE_API_KEY", show_envvar=False, help="An operator's; default: $HEADRACE_API_KEY."),
@@ -34,7 +32,6 @@ Store = Annotated[
     Path | None, typer.Option("--store", metavar="DIR", help="Work on the store in this folder, without a cluster.")
 ]
 Index = Annotated[str, typer.Option(help="With --store: its index, as cache.index has it.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 Model = Annotated[
     str | None, typer.Option("--model", metavar="FOLDER|NAME", help="With --store: the model whose prefixes are meant.")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.flags import Json
 from headrace.cli.offline_commands import (
     ApiKey,
     Concurrency,
@@ -29,7 +30,6 @@ app = typer.Typer(
     help="Ask a model the questions of a data set, and grade what it has answered; the two are apart.",
 )
 Folder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.command()

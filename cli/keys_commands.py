@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.exits import CliError
+from headrace.cli.flags import Config, Json
 
 if TYPE_CHECKING:
     from headrace.cli.keys import StoreOptions
@@ -19,11 +20,9 @@ Store = Annotated[
     str | None,
     typer.Option("--store", metavar="FILE|etcd", help="As router.keys has it; default: what the settings say."),
 ]
-Config = Annotated[Path | None, typer.Option(help="A TOML file of settings.")]
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="section.field=value (registry.…). Repeatable.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def _store(store: str | None, config: Path | None, sets: list[str] | None) -> StoreOptions:

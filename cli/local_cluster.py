@@ -14,7 +14,6 @@ import os
 import secrets
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -24,18 +23,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from headrace.cli.certificates import files_of, issue, make_authority, own_hosts
-from headrace.cli.child import Child, ChildSpec, address_file, describe_end, same_code
+from headrace.cli.child import Child, describe_end
 from headrace.cli.client import RouterClient, replica_is_ready, replica_status
-from headrace.cli.client_tls import OPERATOR, TLS_FOLDER, ClientTls, identity
-from headrace.cli.cluster_memory import WorkerMemory, device_of, gpu_free_bytes, plan_memory
-from headrace.cli.cluster_spec import ClusterSpec, role_of, router_store_sets, user_sets
+from headrace.cli.client_tls import TLS_FOLDER, ClientTls, identity
+from headrace.cli.cluster_memory import WorkerMemory, plan_memory
+from headrace.cli.cluster_spec import ClusterSpec
 from headrace.cli.exits import CliError, Exit
-from headrace.cli.store_secret import VARIABLE, store_secret
+from headrace.cli.local_children import ChildMaker
 from headrace.services.runtime.errors import HeadraceError
-from headrace.services.runtime.files import write_whole
-from headrace.services.runtime.peers import Peer, PeerRole
-from headrace.services.runtime.registry.base import CHANGEABLE_ROLES
 from headrace.v1 import control_pb2, registry_pb2
 
 POLL_SECONDS: Final = 0.05
@@ -44,12 +39,6 @@ START_SECONDS: Final = 300.0
 DRAIN_SECONDS: Final = 30.0
 CLOSE_SECONDS: Final = 10.0
 """Defaults of stop.drain_seconds and stop.close_seconds, which the launcher waits for before it kills."""
-SECRET_FILE: Final = "transfer-secret"
-"""In the run directory."""
-
-
-OPERATOR_KEY: Final = "HEADRACE_ROLES__ROUTER__ROUTER__OPERATOR_KEY"
-"""Wins over what else names the setting, but for a flag."""
 HURRY: Final = signal.SIGINT
 """Ends a drain that SIGTERM began. Not SIGTERM again: a second one merges with a first that is still pending."""
 
@@ -111,6 +100,10 @@ class LocalCluster:
             self._run_dir = Path(tempfile.mkdtemp(prefix="headrace-"))
         return self._run_dir
 
+    @cached_property
+    def _makes(self) -> ChildMaker:
+        return ChildMaker(self.spec, self.run_dir, self._environ, self._operator_key)
+
     @property
     def router(self) -> str:
         """host:port of the router. Raises CliError before the start."""
@@ -150,9 +143,7 @@ class LocalCluster:
     def _start(self, deadline: float) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._memory = memory = plan_memory(self.spec)
-        if self.spec.tls:
-            self._make_certificates()
-        self._make_secret()
+        self._makes.credentials()
         self._spawn("router-0", (), memory)
         self._until(lambda: self.children[0].address is not None, deadline, "the router to listen")
         for name in self.spec.names[1:]:
@@ -186,93 +177,13 @@ class LocalCluster:
         return f"registry.address={self.router}"
 
     def _spawn(self, name: str, wiring: tuple[str, ...], memory: Mapping[str, WorkerMemory]) -> None:
-        spec, role = self.spec, role_of(name)
-        sets = [*self._derived_sets(name, memory.get(name)), *user_sets(spec.sets, role), *wiring]
-        if spec.tls:
-            files = files_of(self.run_dir / TLS_FOLDER, name)
-            sets += [f"tls.ca={files.ca}", f"tls.cert={files.cert}", f"tls.key={files.key}"]
-        # The launcher depends on these; whatever the user's own settings say of them, they hold.
-        sets += [
-            f"replica_id={name}",
-            f"listen.address_file={address_file(self.run_dir, name)}",
-            "registry.kind=embedded",
-            f"stop.parent_pid={os.getpid()}",
-        ]
-        command = [sys.executable, "-m", "headrace.cli.main", "serve", role]
-        if spec.config is not None:
-            command += ["--config", str(spec.config)]
-        for item in sets:
-            command += ["--set", item]
-        child = ChildSpec(name, role, tuple(command), self._child_environ(role), spec.cores(name))
+        child = self._makes.child(name, wiring, memory.get(name))
         former = next((index for index, one in enumerate(self.children) if one.name == name), None)
         if former is None:
             self.children.append(Child(child, self.run_dir))
         else:
             self.children[former] = Child(child, self.run_dir, restarted=True)
         self._on_change()
-
-    def _make_secret(self) -> None:
-        """What the workers of this run sign transfer parameters with."""
-        write_whole(self.run_dir / SECRET_FILE, f"{secrets.token_hex(32)}\n".encode(), 0o600)
-
-    def _make_certificates(self) -> None:
-        """An authority for this run, a certificate for each child, and the launcher's own."""
-        folder = self.run_dir / TLS_FOLDER
-        if not (folder / "ca.key").exists():
-            make_authority(folder)
-        for name in self.spec.names:
-            # A worker may change its role, and its certificate stays.
-            role = PeerRole.WHOLE if role_of(name) in CHANGEABLE_ROLES else PeerRole(role_of(name))
-            issue(folder, Peer(role, name), own_hosts())
-        issue(folder, Peer(PeerRole.OPERATOR), name=OPERATOR)
-        issue(folder, Peer(PeerRole.CLIENT), name="client")
-        issue(folder, Peer(PeerRole.MONITOR), name="monitor")
-
-    def _derived_sets(self, name: str, memory: WorkerMemory | None) -> list[str]:
-        spec, role = self.spec, role_of(name)
-        sets = [f"model.folder={spec.folder.resolve()}", f"model.name={spec.served_name}", "log.format=console"]
-        if role == "router":
-            sets += [f"listen.port={spec.port}", *router_store_sets(spec)]
-        else:
-            sets += [f"load.device={self._device(name)}", f"transfer.secret_file={self.run_dir / SECRET_FILE}"]
-            if spec.device == "cuda":  # exists on the CPU only, whatever the model's folder prefers
-                sets += ["load.batch_invariant=false"]
-            if spec.dtype is not None:
-                sets += [f"load.dtype={spec.dtype}"]
-        if role == "encoder":
-            sets += [f"encoder.threads={spec.threads}"]
-        if memory is not None:
-            sets += [
-                f"engine.threads={spec.threads}",
-                f"engine.kv_bytes={memory.kv_bytes}",
-                f"engine.spill_bytes={memory.spill_bytes}",
-            ]
-            if spec.store_url is not None:
-                sets += [f"cache.store={spec.store_url}", f"cache.host_bytes={memory.host_bytes}"]
-            sets += [f"roles.decode.decode.landing_bytes={memory.landing_bytes}"]
-        return sets
-
-    def _device(self, name: str) -> str:
-        if self.spec.device == "cpu":
-            return "cpu"
-        if role_of(name) == "encoder":
-            return device_of(0, 1)
-        workers = [other for other in self.spec.names if role_of(other) in ("prefill", "decode")]
-        return device_of(workers.index(name), self._gpus)
-
-    @cached_property
-    def _gpus(self) -> int:
-        return len(gpu_free_bytes())
-
-    def _child_environ(self, role: str) -> dict[str, str]:
-        environ = same_code(self._environ)
-        environ["OMP_NUM_THREADS"] = str(self.spec.threads)
-        environ.setdefault("UCX_NET_DEVICES", "lo")
-        if role == "router":
-            environ[OPERATOR_KEY] = self._operator_key
-            if self.spec.store_folder is not None and VARIABLE not in environ:
-                environ[VARIABLE] = store_secret(self.spec.store_folder)
-        return environ
 
     def _all_ready(self) -> bool:
         for child in self.children:

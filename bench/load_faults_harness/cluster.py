@@ -26,7 +26,8 @@ from bench._progress import Advance, Phases
 from bench.router_speed_harness.clients import FrontDoor, Seen, channel
 from headrace.cli.client import replica_is_ready
 from headrace.cli.cluster_spec import ClusterSpec
-from headrace.cli.local_cluster import SECRET_FILE, LocalCluster
+from headrace.cli.local_children import SECRET_FILE
+from headrace.cli.local_cluster import LocalCluster
 from headrace.v1 import common_pb2, control_pb2
 
 CLIENTS = 4

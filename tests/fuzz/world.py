@@ -18,7 +18,8 @@ from google.protobuf.message import Message
 from headrace.cli.certificates import files_of, issue, own_hosts
 from headrace.cli.client_tls import TLS_FOLDER
 from headrace.cli.cluster_spec import ClusterSpec
-from headrace.cli.local_cluster import SECRET_FILE, LocalCluster
+from headrace.cli.local_children import SECRET_FILE
+from headrace.cli.local_cluster import LocalCluster
 from headrace.cli.model import make
 from headrace.services.router.api_keys import KeyRole, KeysDocument, mint
 from headrace.services.runtime.peers import Peer, PeerRole
