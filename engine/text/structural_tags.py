@@ -10,12 +10,15 @@ from headrace.engine.text.constraint_forms import MOST_GRAMMAR_BYTES, from_gramm
 from headrace.engine.text.errors import TextError
 from headrace.engine.text.json_schema.compile import parameters_grammar, schema_grammar
 from headrace.engine.text.json_schema.errors import SchemaRefused
+from headrace.engine.text.json_schema.strings import expression_grammar
 
 MOST_BYTES = 256 * 1024
 MOST_DEPTH = 64
 MOST_REPEATS = 1000
 V41 = "deepseek_v4_1_xml"
 """The style of a schema's objects as parameters of a call in V4.1's markup (json_schema/markup.py)."""
+BESIDE_V41 = "json_beside_deepseek_v4_1_xml"
+"""The style of JSON that stands where a call in V4.1's markup could: no string has `｜DSML｜` in it."""
 _PARTS = {"element", "elements", "content", "tags", "begin", "end", "rules"}
 """Members that hold formats."""
 _PLAIN = {
@@ -82,7 +85,7 @@ def _leaf(node: dict[str, Any]) -> dict[str, Any] | None:
             raise ConstraintRefused("a grammar inside it must be EBNF")
         return {"type": kind, "grammar": from_grammar(str(node.get("grammar", ""))).text}
     if kind == "regex":
-        return {**node, "pattern": from_regex(str(node.get("pattern", ""))).text}
+        return _regex(node)
     if kind == "repeat":
         if any(not isinstance(node.get(end), int) or node[end] > MOST_REPEATS for end in ("min", "max")):
             raise ConstraintRefused(f"min and max of a repeat must be numbers up to {MOST_REPEATS}")
@@ -91,9 +94,20 @@ def _leaf(node: dict[str, Any]) -> dict[str, Any] | None:
     return None
 
 
+def _regex(node: dict[str, Any]) -> dict[str, Any]:
+    """`never`, an extension, is an expression that is found in no text of the language."""
+    pattern = from_regex(str(node.get("pattern", ""))).text
+    never = node.get("never")
+    if never is None:
+        return {**node, "pattern": pattern}
+    if not isinstance(never, str):
+        raise ConstraintRefused("never of an expression must be one, too")
+    return _grammar(expression_grammar(pattern, from_regex(never).text))
+
+
 def _schema(node: dict[str, Any]) -> dict[str, Any]:
     style = node.get("style", "json")
-    if style not in ("json", V41):
+    if style not in ("json", V41, BESIDE_V41):
         raise ConstraintRefused(f"style {style!r} of a schema is not served; its grammar would not enforce all of it")
     extra = node.keys() - {"type", "json_schema", "style", *(["dsml_token"] if style == V41 else [])}
     if extra:
@@ -105,7 +119,11 @@ def _schema(node: dict[str, Any]) -> dict[str, Any]:
             raise ConstraintRefused("dsml_token, the id of the token ｜DSML｜, is needed")
         grammar = parameters_grammar(schema, dsml)
     else:
-        grammar = schema_grammar(schema)
+        grammar = schema_grammar(schema, markup=style == BESIDE_V41)
+    return _grammar(grammar)
+
+
+def _grammar(grammar: str) -> dict[str, Any]:
     if len(grammar) > 16 * MOST_GRAMMAR_BYTES:
         raise SchemaRefused("its grammar is too long for a part of a structural tag")
     return {"type": "grammar", "grammar": grammar}

@@ -10,8 +10,9 @@ from headrace.engine.text.json_schema.ebnf import TooManyRules
 from headrace.engine.text.json_schema.emit import Emitter, Valueless
 from headrace.engine.text.json_schema.errors import SchemaRefused
 from headrace.engine.text.json_schema.expand import Expander
-from headrace.engine.text.json_schema.markup import Parameters
+from headrace.engine.text.json_schema.markup import INSIDE, Parameters
 from headrace.engine.text.json_schema.productive import Productive
+from headrace.engine.text.json_schema.strings import JSON
 
 MOST_BYTES = 256 * 1024
 """Largest schema that is read."""
@@ -19,15 +20,16 @@ MOST_CONTRADICTIONS = 32
 """Parts of a schema that turn out to have no value; for each one all rules are written anew."""
 
 
-def schema_grammar(schema: str, *, formats: bool = False) -> str:
+def schema_grammar(schema: str, *, formats: bool = False, markup: bool = False) -> str:
     """A grammar of the compact JSON texts of exactly the schema's instances, their members in the schema's order.
 
-    `formats`: `format` is asserted; otherwise it is an annotation, as the specification has it. Raises SchemaRefused
-    for a schema that is wrong, that has no instance, or that uses a keyword in a way which no grammar enforces.
+    `formats`: `format` is asserted; otherwise it is an annotation, as the specification has it. `markup`: a reader
+    looks for V4.1's calls in the text, and no string has `｜DSML｜` in it. Raises SchemaRefused for a schema that is
+    wrong, that has no instance, or that uses a keyword in a way which no grammar enforces.
     """
 
     def written(expander: Expander, productive: Productive, root: Conjunction) -> str:
-        emitter = Emitter(expander, productive)
+        emitter = Emitter(expander, productive, INSIDE if markup else JSON)
         return emitter.rules.text(emitter.value(root))
 
     return _grammar(schema, formats, written)

@@ -121,7 +121,7 @@ class Emitter:
     def name(self, text: str) -> str:
         """An expression for one string. Raises SchemaRefused for one that cannot be written."""
         if self._spelling.never and self._spelling.never in text:
-            raise SchemaRefused(f"a text with {self._spelling.never!r} cannot be written in a call")
+            raise SchemaRefused(f"a text with {self._spelling.never!r} cannot be written where calls are read")
         return quoted(string_text(text))
 
     # --- arrays -----------------------------------------------------------------------------------------------

@@ -34,8 +34,8 @@ _NO_JSON = r"\ud800-\udfff"
 _COMMON = COMMON.replace(_REST, text_without(DSML, "rest_of_string", '"\\""', _PLAIN, "escaped"))
 _EMPTY = '"\\n"?'
 """DeepSeek's encoding writes a call without parameters with an empty line."""
-_INSIDE = Spelling(plain=rf"[^{_PLAIN}\uff5c]", never=DSML, common=_COMMON)
-"""Strings inside arrays and objects."""
+INSIDE = Spelling(plain=rf"[^{_PLAIN}\uff5c]", never=DSML, common=_COMMON)
+"""Strings inside arrays and objects, and those of JSON that stands where a call could."""
 _RAW = Spelling(
     opening="",
     closing="end_of_value",
@@ -52,7 +52,7 @@ class Parameters:
 
     def __init__(self, expander: Expander, productive: Productive, dsml: int) -> None:
         """`dsml`: the token's id."""
-        self._emitter = Emitter(expander, productive, _INSIDE)
+        self._emitter = Emitter(expander, productive, INSIDE)
         self._productive = productive
         self._dsml = dsml
         self._form = Form("", "", "", _EMPTY, self._member)

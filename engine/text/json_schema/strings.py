@@ -12,6 +12,7 @@ from interegular.fsm import FSM, anything_else
 
 from headrace.engine.text.json_schema.alternatives import String
 from headrace.engine.text.json_schema.ebnf import COMMON, Rules, in_class, quoted
+from headrace.engine.text.json_schema.errors import SchemaRefused
 from headrace.engine.text.json_schema.formats import pattern_of
 from headrace.engine.text.json_schema.patterns import automaton, checked
 from headrace.engine.text.json_schema.values import string_text
@@ -46,6 +47,7 @@ class Spelling:
 
 
 JSON = Spelling()
+_TEXT = Spelling(opening="", closing='""', escaped=frozenset())
 
 
 def language(one: String, without: Iterable[str] = (), never: str = "") -> FSM | None:
@@ -83,6 +85,16 @@ def string_rule(one: String, rules: Rules, without: Iterable[str] = (), spelling
     if met.empty():
         return None
     return f"{spelling.opening} {_states(met, rules, spelling)}"
+
+
+def expression_grammar(pattern: str, never: str) -> str:
+    """A grammar of the texts that one expression matches as a whole and in which the other is not found. Raises
+    SchemaRefused."""
+    met = checked((automaton(pattern, anchored=True) & automaton(never).everythingbut()).reduce())
+    if met.empty():
+        raise SchemaRefused("no text satisfies it", "pattern")
+    rules = Rules()
+    return rules.text(_states(met, rules, _TEXT))
 
 
 def _counted(least: int, most: int | None, rules: Rules, spelling: Spelling) -> str:
