@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, Protocol
 import deepseek_recipe as recipe
 
 from headrace.services.gateway import cache_points, fields, hermes
-from headrace.services.gateway.constraints import Place, constraint_of, held_calls
+from headrace.services.gateway.constraints import Place, answer_of, constraint_of, held_calls
 from headrace.services.gateway.errors import from_recipe
 from headrace.services.gateway.prompts import (
     Rendered,
@@ -81,6 +81,8 @@ class Call:
     tools: frozenset[str]
     """Names that calls in the Hermes form may have; empty: text is no call."""
     in_call: bool
+    either: bool
+    """Calls in the Hermes form begin the answer, or there are none."""
     images: tuple[str, ...]
     """Where each is in the body."""
     id: str
@@ -172,19 +174,18 @@ def make_call(api: Api, body: Body, served: Served, model: inference_pb2.Model, 
         request.traffic_class = common_pb2.TRAFFIC_CLASS_AGENT  # which headers overrule
         request.snapshot_at.extend(cache_points.snapshot_positions(cached, rendered, model.block_tokens))
     tools = frozenset(tool.name for tool in conversation.tools) if offered and not v41 else frozenset()
-    if tools and request.sampling.HasField("logprobs"):
-        raise Unimplemented("logprobs", "not beside tools with this model; leave one of them out")
     stage = None if prefilled or opened else converted.parsing_options.thinking_initial_stage
     place = Place(v41, served.assets.tokenizer, opened, reasons=stage is not None and stage.starts_in_reasoning())
-    held = None
+    held, answer = None, None
     if offered:
         its, one = api.client_tools(given, read.names), api.one_call_only(given) or names_tool(given)
-        held = held_calls(Wanted(conversation.tools, its, opened or read.behind, one), place)
+        forced = opened or read.behind
+        if not forced:  # a forced call has no text beside it
+            answer = answer_of(api.response_format(given), converted, place)
+        held = held_calls(Wanted(conversation.tools, its, forced, one, answer), place)
         if held is None and one:
             request.stop.stop.append(hermes.CLOSE)
     constraint = constraint_of(api.response_format(given), converted, place)
-    if constraint is not None and offered and not (opened or read.behind):  # a forced call has no text beside it
-        raise Unimplemented("response_format", "not beside tools; leave one of them out, or forbid calls")
     if held is not None:
         constraint = held.constraint
     if constraint is not None:
@@ -219,6 +220,7 @@ def make_call(api: Api, body: Body, served: Served, model: inference_pb2.Model, 
         parsing=parsing,
         tools=tools,
         in_call=rendered.in_call,
+        either=answer is not None,
         images=tuple(source.path.lstrip(".") for source in rendered.images),
         id=identifier,
         created=int(time.time()),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import deepseek_recipe as recipe
 
@@ -59,20 +59,37 @@ def calls_text(calls: Sequence[recipe.ToolCall]) -> str:
     )
 
 
+class Piece(NamedTuple):
+    """What can be told of a model's text."""
+
+    text: str
+    """For deepseek-recipe, markup and all."""
+    read: int
+    """Characters of the model's text of which it was made."""
+    plain: bool
+    """They are the text itself."""
+
+
 class CallReader:
     """Turns a model's text, piece by piece, into text with deepseek-recipe's markup."""
 
-    def __init__(self, names: frozenset[str], *, in_call: bool) -> None:
-        """`in_call`: the prompt has opened a call already."""
+    def __init__(self, names: frozenset[str], *, in_call: bool, either: bool = False) -> None:
+        """`in_call`: the prompt has opened a call already. `either`: an answer that does not begin with a call is a
+        text, whatever stands in it."""
         self._names = names
         self._in_call = in_call
+        self._tag = "" if in_call else TAG
+        """Of the call, as far as the model has written it."""
+        self._undecided = either
+        """Whether it begins with a call."""
+        self._text_only = False
         self._held = ""
         self._calls = 0
 
-    def feed(self, text: str) -> str:
+    def feed(self, text: str) -> list[Piece]:
         """What of it can be told now. Text that may begin a call waits, a call waits until it is whole."""
-        self._held += text.replace(DELIMITER, "")
-        out = ""
+        self._held += clean(text)
+        out: list[Piece] = []
         while True:
             if self._in_call:
                 at = _close(self._held)
@@ -80,40 +97,48 @@ class CallReader:
                     return out
                 if _parse(self._held[:at], self._names) is None:  # what looked like strings may have been none
                     at = self._held.index(CLOSE)
-                out += self._call(self._held[:at], CLOSE)
-                self._in_call, self._held = False, self._held[at + len(CLOSE) :]
+                out.append(self._call(self._held[:at], CLOSE))
+                self._in_call, self._tag, self._held = False, TAG, self._held[at + len(CLOSE) :]
                 continue
+            if self._undecided and len(self._held) < len(TAG) and TAG.startswith(self._held):
+                return out
+            self._text_only |= self._undecided and not self._held.startswith(TAG)
+            self._undecided = False
             before, opened, rest = self._held.partition(TAG)
-            if opened:
+            if opened and not self._text_only:
                 out += self._plain(before)
                 self._in_call, self._held = True, rest
                 continue
-            keep = _overlap(before, TAG)
-            out += self._plain(before[: len(before) - keep])
-            self._held = before[len(before) - keep :]
-            return out
+            keep = 0 if self._text_only else _overlap(self._held, TAG)
+            told = self._held[: len(self._held) - keep]
+            self._held = self._held[len(told) :]
+            return out + self._plain(told)
 
-    def finish(self) -> str:
+    def finish(self) -> list[Piece]:
         """The rest: a call that the end cut, or that a stop string closed, counts if it is whole JSON. A string that
         never ends held no tags."""
-        rest = ""
+        rest: list[Piece] = []
         while self._in_call and CLOSE in self._held and _parse(self._held, self._names) is None:
             body, _, held = self._held.partition(CLOSE)
-            rest += self._call(body, CLOSE)
-            self._in_call, self._held = False, ""
+            rest.append(self._call(body, CLOSE))
+            self._in_call, self._tag, self._held = False, TAG, ""
             rest += self.feed(held)
-        rest += self._call(self._held, "") if self._in_call else self._plain(self._held)
+        rest += [self._call(self._held, "")] if self._in_call else self._plain(self._held)
         self._held, self._in_call = "", False
-        return rest + (f"</{DELIMITER} calls>" if self._calls else "")
+        return [*rest, *([Piece(f"</{DELIMITER} calls>", 0, plain=False)] if self._calls else [])]
 
-    def _plain(self, text: str) -> str:
+    def _plain(self, text: str) -> list[Piece]:
         """Behind a call only further calls count; models put white space between them."""
-        return "" if self._calls else text
+        if not text:
+            return []
+        return [Piece("", len(text), plain=False) if self._calls else Piece(text, len(text), plain=True)]
 
-    def _call(self, body: str, close: str) -> str:
+    def _call(self, body: str, close: str) -> Piece:
+        read = len(self._tag) + len(body) + len(close)
         found = _parse(body, self._names)
         if found is None:
-            return self._plain(f"{TAG}{body}{close}")
+            text = "" if self._calls else f"{TAG}{body}{close}"
+            return Piece(text, read, plain=len(text) == read)
         name, arguments = found
         parameters = "".join(
             f'<{DELIMITER} parameter name="{key}" string="false">{value}</{DELIMITER} parameter>\n'
@@ -121,7 +146,13 @@ class CallReader:
         )
         begin = "" if self._calls else f"\n\n<{DELIMITER} calls>\n"
         self._calls += 1
-        return f'{begin}<{DELIMITER} invoke name="{name}">\n{parameters}</{DELIMITER} invoke>\n'
+        text = f'{begin}<{DELIMITER} invoke name="{name}">\n{parameters}</{DELIMITER} invoke>\n'
+        return Piece(text, read, plain=False)
+
+
+def clean(text: str) -> str:
+    """Without what the markup stands under."""
+    return text.replace(DELIMITER, "")
 
 
 def _close(text: str) -> int:

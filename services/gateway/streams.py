@@ -10,7 +10,8 @@ from typing import Any, Final
 import deepseek_recipe as recipe
 
 from headrace.services.gateway.calls import Call
-from headrace.services.gateway.hermes import CallReader
+from headrace.services.gateway.hermes import CallReader, Piece
+from headrace.services.gateway.text_tokens import TextTokens, logprob_of
 from headrace.services.runtime.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -34,9 +35,12 @@ class ChoiceStream:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        tokenizer = None if call.as_text else call.served.recipe_tokenizer
-        self._processor = recipe.StreamProcessor(call.generator(), call.parsing(), tokenizer)
-        self._reader = CallReader(call.tools, in_call=call.in_call) if call.as_text else None
+        self._processor = recipe.StreamProcessor(call.generator(), call.parsing(), call.served.recipe_tokenizer)
+        self._reader = CallReader(call.tools, in_call=call.in_call, either=call.either) if call.as_text else None
+        self._tokens: TextTokens | None = None
+        """Of an answer that is read as text and has logprobs."""
+        if call.as_text and call.request.sampling.HasField("logprobs"):
+            self._tokens = TextTokens(call.served.assets.tokenizer, call.eos)
         self.ended = False
         """The router has said how it ended."""
 
@@ -47,13 +51,14 @@ class ChoiceStream:
     def take(self, tokens: common_pb2.TokensEvent) -> list[Event]:
         """New tokens. Those that end a sequence are no text in any API."""
         if self._reader is not None:
-            text = self._reader.feed(tokens.text)
-            return self._push(recipe.InferenceChunk.text(text, len(tokens.token_ids))) if text else []
+            if self._tokens is not None:
+                self._tokens.add(tokens)
+            return self._tell(self._reader.feed(tokens.text))
         kept = [index for index, token in enumerate(tokens.token_ids) if token not in self._call.eos]
         if not kept:
             return []
         ids = [tokens.token_ids[index] for index in kept]
-        logprobs = [_pair(tokens.logprobs[index]) for index in kept] if tokens.logprobs else None
+        logprobs = [logprob_of(tokens.logprobs[index]) for index in kept] if tokens.logprobs else None
         return self._push(recipe.InferenceChunk.tokens(ids, logprobs))
 
     def end(self, finished: common_pb2.FinishedEvent) -> list[Event]:
@@ -62,7 +67,7 @@ class ChoiceStream:
         raise_if_failed(finished)
         events: list[Event] = []
         if self._reader is not None:
-            events += self._push_text(self._reader.finish())
+            events += self._tell(self._reader.finish())
             if finished.stop_string in self._call.stops:  # which the router's text does not have
                 events += self._push_text(finished.stop_string)
         reasons = recipe.InferenceFinishReason
@@ -72,15 +77,16 @@ class ChoiceStream:
             events += self._processor.finish()
         return events
 
+    def _tell(self, pieces: Sequence[Piece]) -> list[Event]:
+        if self._tokens is None:
+            return self._push_text("".join(piece.text for piece in pieces))
+        return [event for piece in pieces for chunk in self._tokens.chunks(piece) for event in self._push(chunk)]
+
     def _push_text(self, text: str) -> list[Event]:
         return self._push(recipe.InferenceChunk.text(text)) if text else []
 
     def _push(self, chunk: recipe.InferenceChunk) -> list[Event]:
         return [] if self._processor.finished else list(self._processor.push(chunk))
-
-
-def _pair(position: common_pb2.PositionLogprobs) -> tuple[float, list[tuple[int, float]]]:
-    return position.chosen.logprob, [(one.token_id, one.logprob) for one in position.top]
 
 
 def raise_if_failed(finished: common_pb2.FinishedEvent) -> None:

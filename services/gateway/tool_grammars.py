@@ -46,7 +46,7 @@ class Held:
     """The client's field by the path of its part in the tag."""
 
     def named(self, error: HeadraceError) -> HeadraceError:
-        """A refusal of the constraint in the client's words: it is the tools that were refused."""
+        """A refusal of the constraint in the client's words: it is the tools that were refused, or the answer."""
         if not isinstance(error, InvalidArgument) or not f"{error.field}.".startswith("constraint."):
             return error
         found = _REFUSED.fullmatch(error.message)
@@ -54,6 +54,16 @@ class Held:
         if found is None or field is None:
             return InvalidArgument(error.message, field="tools")
         return InvalidArgument(f"cannot be enforced: {found[2]}", field=field)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a text has to be."""
+
+    part: Format
+    """Of a tag. No text of its language reads like a call."""
+    field: str
+    """Of the request."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,9 @@ class Wanted:
     """There has to be a call, and its schema holds whether it is strict or not."""
     one: bool
     """At most one call."""
+    answer: Answer | None = None
+    """The text of an answer without calls, which then has either this or calls; None: text is free. Not where a call is
+    forced."""
 
     def schema(self, tool: recipe.ToolDefinition) -> dict[str, Any]:
         """Of the arguments. Raises InvalidArgument for a name of a parameter that no call can tell."""
@@ -85,7 +98,8 @@ class Wanted:
 
 
 def in_hermes(wanted: Wanted) -> Held:
-    """Free text with calls in the Hermes form; if one is forced, the call that the prompt has opened, and others."""
+    """Free text with calls in the Hermes form; if one is forced, the call that the prompt has opened, and others. Where
+    the text is not free: calls, or the text."""
     owners: list[tuple[Format, str]] = []
     calls = []
     for tool in wanted.tools:
@@ -99,6 +113,10 @@ def in_hermes(wanted: Wanted) -> Held:
         further = {"type": "star", "content": _sequence(_text(f"\n{hermes.OPEN}"), call, close)}
         return _held(call if wanted.one else _sequence(call, close, further), owners)
     space: Format = {"type": "grammar", "grammar": "root ::= [\\n ]?"}
+    if wanted.answer is not None:
+        whole = _sequence(_text(hermes.TAG), space, call, space, _text(hermes.CLOSE))
+        several: Format = {"type": "plus", "content": _sequence(whole, space)}
+        return _either(whole if wanted.one else several, wanted.answer, (), owners)
     tag = {"type": "tag", "begin": hermes.TAG, "content": _sequence(space, call, space), "end": hermes.CLOSE}
     return _held(
         {"type": "triggered_tags", "triggers": [hermes.TAG], "tags": [tag], "stop_after_first": wanted.one}, owners
@@ -122,13 +140,20 @@ def in_v41(wanted: Wanted, tokenizer: Tokenizer, *, reasoning: bool, opened: boo
     block = [call if wanted.one else {"type": "plus", "content": call}, _text("</"), dsml, _text(" calls>")]
     if not opened:
         block = [_text("<"), dsml, _text(" calls>\n"), *block]
+    before = [_free(), {"type": "token", "token": tokenizer.special_id(_THINK_END)}] if reasoning else []
+    if wanted.answer is not None:
+        return _either(_sequence(_optional(_text("\n\n")), *block), wanted.answer, before, owners)
     if not wanted.forced:
-        block = [_free(), {"type": "optional", "content": _sequence(*block)}]
+        block = [_free(), _optional(_sequence(*block))]
     elif not opened:
         block = [_text("\n\n"), *block]
-    if reasoning:
-        block = [_free(), {"type": "token", "token": tokenizer.special_id(_THINK_END)}, *block]
-    return _held(_sequence(*block), owners)
+    return _held(_sequence(*before, *block), owners)
+
+
+def _either(calls: Format, answer: Answer, before: Sequence[Format], owners: Sequence[tuple[Format, str]]) -> Held:
+    """Calls without a text, or a text without calls."""
+    union: Format = {"type": "or", "elements": [calls, answer.part]}
+    return _held(_sequence(*before, union), [*owners, (answer.part, answer.field)])
 
 
 def _free() -> Format:
@@ -138,6 +163,10 @@ def _free() -> Format:
 
 def _text(value: str) -> Format:
     return {"type": "const_string", "value": value}
+
+
+def _optional(content: Format) -> Format:
+    return {"type": "optional", "content": content}
 
 
 def _sequence(*elements: Format) -> Format:

@@ -168,8 +168,9 @@ async def test_strict_tools(world: World, client: Any, model: str, form: str) ->
         with pytest.raises(openai.BadRequestError, match="cannot be enforced: uniqueItems") as refused:
             await client.chat.completions.create(**asked, stream=stream)
         assert refused.value.param == "tools[1].function.parameters"
-    with pytest.raises(openai.BadRequestError) as refused:
-        await client.chat.completions.create(**asked, response_format={"type": "json_object"})
+    form = {"type": "grammar", "grammar": 'root ::= "a"'}
+    with pytest.raises(openai.BadRequestError, match="could read like a call") as refused:
+        await client.chat.completions.create(**asked, extra_body={"response_format": form})
     assert refused.value.param == "response_format"
     bad = {"type": "function", "function": {**TOOL["function"], "strict": "yes"}}
     with pytest.raises(openai.BadRequestError) as refused:

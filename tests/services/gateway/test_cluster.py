@@ -351,13 +351,20 @@ FORCED: Any = {
 @pytest.fixture(scope="module")
 def called(world: Served) -> dict[str, Any]:
     """Answers with held calls, asked for at once, so that they share steps: forced ones of `plain` and `tiny`, and
-    `own`, one of the model's own. Biases lead it to end its reasoning and to open a call."""
+    `own`, one of the model's own; and of both models a call and a text where either is held. Biases lead them to end
+    their reasoning, and to open a call or an object."""
     tokenizer = Tokenizer.from_folder(world.cluster.spec.folder)
-    (sign,) = tokenizer.encode_plain("<")
+    (sign,), (brace,) = tokenizer.encode_plain("<"), tokenizer.encode_plain("{")
     biases = {str(sign): 50, str(tokenizer.special_id("｜DSML｜")): 100, str(tokenizer.special_id("</think>")): 60}
+    either: Any = {"messages": HI, "tools": [tool(ONE, strict=True)], "parallel_tool_calls": False, "max_tokens": 300}
+    either |= {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": ONE}}}
+    leads = {"call": biases, "text": biases | {str(sign): -50, str(brace): 50}}
     own = {"messages": HI, "tools": [tool(ONE, strict=True)], "parallel_tool_calls": False, "logit_bias": biases}
     own |= {"model": "tiny", "max_tokens": 300, "seed": 3, "reasoning_effort": "high"}
     asked: Any = {"plain": {**FORCED, "model": "plain"}, "tiny": {**FORCED, "model": "tiny"}, "own": own}
+    for branch, lead in leads.items():
+        asked[f"plain {branch}"] = {**either, "model": "plain", "logit_bias": lead, "logprobs": True, "seed": 5}
+        asked[f"tiny {branch}"] = {**either, "model": "tiny", "logit_bias": lead, "reasoning_effort": "high", "seed": 6}
     with (
         openai.OpenAI(base_url=f"{world.url}/v1", api_key=world.key, max_retries=0, timeout=PATIENCE_S) as client,
         ThreadPoolExecutor(len(asked)) as pool,
@@ -386,3 +393,17 @@ def test_a_strict_call_of_the_models_own(called: dict[str, Any], client: openai.
     (call,) = choice.message.tool_calls or ()
     assert choice.finish_reason == "tool_calls"
     Draft202012Validator(ONE).validate(json.loads(call.function.arguments))
+
+
+@pytest.mark.parametrize("model", ["plain", "tiny"])
+def test_a_call_or_a_text_is_valid(called: dict[str, Any], model: str) -> None:
+    """L13: with a schema beside a tool that may be called, either is an instance, and there is nothing beside it."""
+    (call,), (text,) = called[f"{model} call"].choices, called[f"{model} text"].choices
+    (one,) = call.message.tool_calls or ()
+    assert (call.finish_reason, call.message.content or "") == ("tool_calls", "")
+    Draft202012Validator(ONE).validate(json.loads(one.function.arguments))
+    assert (text.finish_reason, text.message.tool_calls) == ("stop", None)
+    Draft202012Validator(ONE).validate(json.loads(text.message.content))
+    if model == "plain":
+        assert call.logprobs is None or not call.logprobs.content
+        assert b"".join(bytes(token.bytes) for token in text.logprobs.content).decode() == text.message.content

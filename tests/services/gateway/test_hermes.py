@@ -26,7 +26,9 @@ def read(text: str, cuts: list[int], *, in_call: bool) -> str:
     """What the reader makes of a text that comes in pieces."""
     reader = CallReader(frozenset({"f"}), in_call=in_call)
     edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-    return "".join(reader.feed(text[low:high]) for low, high in pairwise(edges)) + reader.finish()
+    pieces = [piece for low, high in pairwise(edges) for piece in reader.feed(text[low:high])] + reader.finish()
+    assert sum(piece.read for piece in pieces) == len(text)
+    return "".join(piece.text for piece in pieces)
 
 
 def calls_in(markup: str) -> list[dict[str, Any]]:
