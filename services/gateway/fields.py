@@ -74,6 +74,7 @@ _CHOICE: Final = Field(
 )
 _PARALLEL: Final = Field(BOOLEAN, "`false`: at most one call")
 _PLAIN: Final = {"enum": [None, False]}
+_VERBOSITY: Final = {"enum": [None, "medium"]}
 
 CHAT: Final[Mapping[str, Field]] = {
     "model": _MODEL,
@@ -93,7 +94,7 @@ CHAT: Final[Mapping[str, Field]] = {
     "seed": _SEED,
     "n": _N,
     "stop": _STOP,
-    "logprobs": Field(BOOLEAN, "not beside tools with protocol `template`"),
+    "logprobs": Field(BOOLEAN, "of the text; calls have none"),
     "top_logprobs": Field(_integer(0, 20), "with `logprobs`"),
     "response_format": Field(
         OBJECT, "`text`, `json_object`, `json_schema`; extensions `regex`, `grammar` (EBNF), `structural_tag`"
@@ -111,7 +112,7 @@ CHAT: Final[Mapping[str, Field]] = {
     "metadata": Field(_METADATA, "no effect"),
     "store": Field(BOOLEAN, "no effect: chats are not stored"),
     "service_tier": _TIER,
-    "verbosity": Field({"enum": [None, "medium"]}, "`medium` only"),
+    "verbosity": Field(_VERBOSITY, "`medium` only"),
     "modalities": Field({"enum": [None, ["text"]]}, "text only"),
     "audio": Field(_NOTHING, "no audio", supported=False),
     "prediction": Field(_NOTHING, "no predicted outputs", supported=False),
@@ -155,7 +156,10 @@ RESPONSES: Final[Mapping[str, Field]] = {
         _null({"type": "array", "items": {"enum": ["message.output_text.logprobs", "reasoning.encrypted_content"]}}),
         "the logprobs of the text",
     ),
-    "text": Field(OBJECT, "`format`: text, json_object, json_schema"),
+    "text": Field(
+        _null({"type": "object", "properties": {"format": {}, "verbosity": _VERBOSITY}, "additionalProperties": False}),
+        "`format`: text, json_object, json_schema; `verbosity`: `medium` only",
+    ),
     "reasoning": Field(OBJECT, "`effort`: v4.1; `none` everywhere"),
     "tools": _TOOLS,
     "tool_choice": _CHOICE,
@@ -200,6 +204,7 @@ MESSAGES: Final[Mapping[str, Field]] = {
     "service_tier": _TIER,
     "cache_control": Field(OBJECT, "also on blocks, up to 4: traffic class AGENT; v4.1: a snapshot; `ttl`: no effect"),
     "speed": Field({"enum": [None, "standard"]}, "there is one speed"),
+    "thread": Field(_NOTHING, "no threads; the client's tool runner goes on without", supported=False),
     "user_profile_id": Field(_NOTHING, "no profiles", supported=False),
     "workspace_id": Field(_NOTHING, "no workspaces", supported=False),
     "diagnostics": Field(_NOTHING, "no diagnostics", supported=False),

@@ -32,7 +32,10 @@ _READ: Final = (
 )  # fmt: skip
 _ITEMS: Final = frozenset({"message", "function_call", "function_call_output", "reasoning"})
 _LAST: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
-_ECHOED: Final = ("metadata", "prompt_cache_key", "safety_identifier", "presence_penalty", "frequency_penalty")
+_ECHOED: Final = (
+    "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user", "presence_penalty",
+    "frequency_penalty",
+)  # fmt: skip
 _TOOL: Final = {"description": None, "parameters": None, "strict": None}
 """Members that a function has in a response."""
 _log = logs.get(__name__)

@@ -113,6 +113,8 @@ async def test_schema_logprobs_and_images(world: World, client: Any) -> None:
     form: Any = {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}
     await client.responses.create(model="plain", input="Hi", text=form)
     assert json.loads(world.router.requests[-1].constraint.json_schema)["required"] == ["a"]
+    answer = await client.responses.create(model="plain", input="Hi", user="u", prompt_cache_retention="24h")
+    assert (answer.user, answer.prompt_cache_retention) == ("u", "24h")
     picture: Any = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "auto"}
     asked: Any = [{"role": "user", "content": [{"type": "input_text", "text": "what?"}, picture]}]
     response = await client.responses.create(
@@ -140,6 +142,7 @@ async def test_what_is_refused(world: World, client: Any) -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"conversation": "c"}, "conversation"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"text": {"verbosity": "low"}}, "text"),
     ):
         with pytest.raises(openai.BadRequestError) as told:
             await client.responses.create(**{"model": "plain", "input": "Hi", "extra_body": body})
