@@ -62,6 +62,11 @@ _OF_COMPLETIONS: Final = dict.fromkeys(
 _OF_RESPONSES: Final = {"stop.max_tokens": "max_output_tokens", "constraint": "text.format"}
 
 
+_NO_THREAD: Final = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""Upon which Anthropic's client sends whole conversations: its tool runner asks for a thread first, unless it is told
+not to."""
+
+
 class TooLarge(InvalidArgument):
     """The body is longer than this gateway reads."""
 
@@ -112,8 +117,10 @@ def body_of(error: HeadraceError, shape: Shape, request_id: str, api: str = "") 
     field = client_field(error.field, api)
     message = f"{field}: {error.message}" if field else error.message
     if shape == "anthropic":
-        kind = _ANTHROPIC.get(status, "api_error")
-        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+        told: dict[str, Any] = {"type": _ANTHROPIC.get(status, "api_error"), "message": message}
+        if isinstance(error, Unimplemented) and error.field == "thread":
+            told["details"] = _NO_THREAD
+        return {"type": "error", "error": told, "request_id": request_id}
     kind = _OPENAI.get(status, "server_error")
     return {"error": {"message": message, "type": kind, "param": field or None, "code": _code(error, status)}}
 
