@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench._ports import free_ports
 from bench.overhead_harness.cpu import CpuTimes
-from bench.tier_harness.processes import free_ports
 
 INSTALL = (
     "To have it: python -m venv DIR; DIR/bin/pip install --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1;"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import signal
 import socket
@@ -12,22 +11,13 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench._ports import free_ports
+
 _START_S = 90.0
 
 
 class ServerMissing(RuntimeError):
     """A server's program is not installed; the message names the package."""
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, all different, outside the range that outgoing connections take theirs from."""
-    with contextlib.ExitStack() as stack:
-        ports = []
-        for _ in range(count):
-            probe = stack.enter_context(socket.socket())
-            probe.bind(("127.0.0.1", 0))
-            ports.append(int(probe.getsockname()[1]))
-    return ports
 
 
 def program(name: str, package: str) -> str:

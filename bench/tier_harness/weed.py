@@ -11,8 +11,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from bench._ports import free_ports
 from bench.tier_harness.certificates import Certificates
-from bench.tier_harness.processes import Server, free_ports, program
+from bench.tier_harness.processes import Server, program
 
 _START_S = 180.0
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 import headrace
+from bench._ports import free_ports
 from headrace.cli.child import Child, ChildSpec, address_file
 from headrace.cli.client import RouterClient, replica_is_ready, replica_status
 from headrace.services.runtime.errors import HeadraceError
@@ -46,7 +46,7 @@ class EtcdCluster:
         self._folder = folder
         self._run_dir = run_dir
         self._members = list(members)
-        self._registry = f"127.0.0.1:{_free_port()}"
+        self._registry = f"127.0.0.1:{free_ports(1)[0]}"
         self._etcd: Child | None = None
         self.children: dict[str, Child] = {}
 
@@ -176,7 +176,7 @@ def _knows(address: str, workers: set[str]) -> bool:
 
 
 def _etcd_arguments(data: Path, address: str) -> tuple[str, ...]:
-    peer = f"127.0.0.1:{_free_port()}"
+    peer = f"127.0.0.1:{free_ports(1)[0]}"
     return (
         f"--data-dir={data}",
         f"--listen-client-urls=http://{address}",
@@ -186,12 +186,6 @@ def _etcd_arguments(data: Path, address: str) -> tuple[str, ...]:
         f"--initial-cluster=default=http://{peer}",
         "--log-level=error",
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def slots_peak(address: str) -> int:

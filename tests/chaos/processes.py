@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc.aio
 
+from bench._ports import free_ports
 from bench.tier_harness.processes import Server, redis_server
 from headrace.services.runtime.server import open_channel
 from headrace.services.runtime.settings import RpcSettings
@@ -20,7 +21,7 @@ from headrace.v1 import common_pb2, control_pb2, control_pb2_grpc, registry_pb2
 from tests.chaos.clock import WallClock
 from tests.chaos.proxy import Proxy
 from tests.chaos.schedule import ETCD, REDIS
-from tests.chaos.servers import etcd_servers, ports, registered, wait_until_healthy
+from tests.chaos.servers import etcd_servers, registered, wait_until_healthy
 from tests.services.cluster import POOL
 from tests.zygote import HEADRACE, ForkedProcess, Zygote
 
@@ -227,16 +228,15 @@ class ChaosCluster:
 
     async def _start(self) -> None:
         self.run_dir.mkdir(parents=True)
-        free = ports()
-        self.servers |= etcd_servers(self.run_dir, free)
-        self.servers[REDIS] = redis_server(self.run_dir / "redis", next(free))
+        self.servers |= etcd_servers(self.run_dir)
+        self.servers[REDIS] = redis_server(self.run_dir / "redis")
         for name, server in self.servers.items():
             server.start()
             proxy = self.server_proxies[name] = Proxy(server.port)
             await proxy.start()
         for role in LIVES_OF:
             for index in range(self.replicas.get(role, 0)):
-                port = next(free)
+                (port,) = free_ports(1)
                 proxy = Proxy(port)
                 await proxy.start()
                 name = f"{role}-{index}"

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import random
 import shutil
-import socket
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from bench._ports import free_ports
 from bench.tier_harness.processes import Server
 from headrace.services.runtime.registry.etcd import EtcdRegistry
 from headrace.services.runtime.settings import RegistrySettings, RpcSettings
@@ -37,12 +35,12 @@ async def registered(etcd: Sequence[str]) -> list[str]:
     return [f"{name} stays in the registry" for name in members]
 
 
-def etcd_servers(run_dir: Path, free: Iterator[int]) -> dict[str, Server]:
+def etcd_servers(run_dir: Path) -> dict[str, Server]:
     """The members of one etcd by name, not started. Any two of them go on without the third."""
     found = shutil.which("etcd")
     if found is None:
         raise RuntimeError("no etcd here; install the package etcd-server")
-    ports_of = {f"etcd-{index}": (next(free), next(free)) for index in range(MEMBERS)}
+    ports_of = {f"etcd-{index}": tuple(free_ports(2)) for index in range(MEMBERS)}
     cluster = ",".join(f"{name}=http://127.0.0.1:{peer}" for name, (_, peer) in ports_of.items())
     servers = {}
     for name, (port, peer_port) in ports_of.items():
@@ -84,16 +82,3 @@ def _guard() -> list[str]:
     """Before a command: the process ends with the harness, whatever ends that."""
     setpriv = shutil.which("setpriv")
     return [] if setpriv is None else [setpriv, "--pdeathsig", "KILL", "--"]
-
-
-def ports() -> Iterator[int]:
-    """Free ports below those that outgoing connections take, so that a killed process finds its own again."""
-    port = random.Random(os.getpid()).randrange(12_000, 30_000)
-    while True:
-        port = port + 1 if port < 32_000 else 12_000
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        yield port

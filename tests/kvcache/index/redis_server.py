@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from bench._ports import free_ports
+
 ACL_USER = "headrace"
 ACL_PASSWORD = "a-password-of-the-tests"
 
@@ -37,9 +39,7 @@ class RedisServer:
             pytest.skip("redis-server is not installed")
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self.port:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                self.port = probe.getsockname()[1]
+            (self.port,) = free_ports(1)
         lines = ["bind 127.0.0.1", 'save ""', "appendonly no", "daemonize no", f"dir {self.folder}"]
         lines += self._tls_lines() if self.tls else [f"port {self.port}"]
         config = self.folder / "redis.conf"

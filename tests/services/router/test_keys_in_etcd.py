@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import socket
 import time
 from asyncio.subprocess import DEVNULL
 from collections.abc import AsyncIterator
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from bench._ports import free_ports
 from headrace.cli.certificates import issue, make_authority
 from headrace.services.router.api_keys import KeyRole, KeysDocument, mint
 from headrace.services.router.key_stores import EtcdKeys, KeyStore, KeyStoreError, open_keys
@@ -32,19 +32,13 @@ RPC = RpcSettings()
 pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed (Debian: etcd-server)")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest_asyncio.fixture
 async def registry(tmp_path: Path) -> AsyncIterator[RegistrySettings]:
     """How to reach an etcd with mutual TLS of its own authority."""
     make_authority(tmp_path / "tls")
     files = issue(tmp_path / "tls", Peer(PeerRole.ROUTER), name="etcd")
     mine = issue(tmp_path / "tls", Peer(PeerRole.ROUTER), name="mine")
-    client, peer = free_port(), free_port()
+    client, peer = free_ports(2)
     flags = {
         "data-dir": str(tmp_path / "etcd"),
         "listen-client-urls": f"https://127.0.0.1:{client}",

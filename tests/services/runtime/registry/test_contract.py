@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from bench._ports import free_ports
 from headrace.services.runtime.registry.base import (
     IncompatibleReplicaError,
     LeaseLostError,
@@ -237,7 +238,7 @@ async def test_members_and_watches_survive_a_restart_of_the_registry(world: Any)
 async def test_a_second_endpoint_is_used_when_the_first_is_dead() -> None:
     world = worlds.EtcdWorld()
     await world.start()
-    dead = f"127.0.0.1:{worlds.free_port()}"
+    dead = f"127.0.0.1:{free_ports(1)[0]}"
     registry = worlds.EtcdRegistry([dead, f"127.0.0.1:{world.port}"], "/test/", RpcSettings())
 
     async def answered() -> bool:

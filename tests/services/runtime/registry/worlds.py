@@ -7,7 +7,6 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import fields
 from pathlib import Path
 
+from bench._ports import free_ports
 from headrace.services.runtime.health import Health
 from headrace.services.runtime.ids import new_incarnation
 from headrace.services.runtime.metrics import Metrics
@@ -32,12 +32,6 @@ PATIENCE = 60.0
 RPC = RpcSettings()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Proxy:
     """A TCP relay that can be cut, to interrupt a client without touching the server."""
 
@@ -46,7 +40,7 @@ class Proxy:
         self._server: asyncio.Server | None = None
         self._wires: set[asyncio.StreamWriter] = set()
         self._relays: set[asyncio.Task[None]] = set()
-        self.port = free_port()
+        (self.port,) = free_ports(1)
 
     async def start(self, host: str, port: int) -> None:
         self._target = (host, port)
@@ -92,7 +86,7 @@ class World(abc.ABC):
     ttl: float
 
     def __init__(self) -> None:
-        self.port = free_port()
+        (self.port,) = free_ports(1)
         self.proxy = Proxy()
         self._clients: list[Registry] = []
         self._holders: list[asyncio.subprocess.Process] = []
@@ -178,7 +172,7 @@ class EtcdWorld(World):
     def __init__(self) -> None:
         super().__init__()
         self._folder = tempfile.mkdtemp(prefix="headrace-etcd-")
-        self._peer_port = free_port()
+        (self._peer_port,) = free_ports(1)
         self._process: asyncio.subprocess.Process | None = None
 
     async def up(self) -> None:
