@@ -119,12 +119,12 @@ def named(request: inference_pb2.GenerateRequest, name: str) -> inference_pb2.Ge
 
 def running(cluster: EtcdCluster, role: str) -> str:
     """Name of the process of a role that has a live request."""
-    for _ in range(100):
-        for name in cluster.names(role):
-            child = cluster.children[name]
-            if child.status is None and replica_status(cluster.address(name)).requests.live:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        for name in alive(cluster, role):
+            if replica_status(cluster.address(name)).requests.live:
                 return name
-        time.sleep(0.02)
+        time.sleep(0.01)
     raise AssertionError(f"no {role} has a live request")
 
 

@@ -33,15 +33,18 @@ from tests.services.test_images import IMAGE_TOKEN, picture
 pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (package etcd-server)")
 LENGTH = 200
 FEW = 24
+"""Tokens of the slower model."""
 AHEAD = 100
 """More tokens of each of three choices than `router.credit_tokens` lets be on the way."""
-"""Tokens of the slower model."""
+SLOWLY = ("engine.max_batched_tokens=16",)
+"""Of prefills: a long prompt is under way until it is found there."""
 
 
 @pytest.fixture(scope="module")
 def cluster(v3_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    names = ("router-0", "router-1", "prefill-0", "prefill-1", *(f"decode-{index}" for index in range(4)))
-    with EtcdCluster(v3_folder, tmp_path_factory.mktemp("failover"), [member(name) for name in names]) as running_:
+    names = ("router-0", "router-1", *(f"decode-{index}" for index in range(4)))
+    members = [*map(member, names), *(member(f"prefill-{index}", *SLOWLY) for index in range(2))]
+    with EtcdCluster(v3_folder, tmp_path_factory.mktemp("failover"), members) as running_:
         yield running_
 
 

@@ -20,7 +20,7 @@ from headrace.cli.local_cluster import LocalCluster
 from headrace.v1 import common_pb2, control_pb2, inference_pb2, inference_pb2_grpc
 
 STORM = 120
-SETTLE_S = 30.0
+SETTLE_S = 120.0
 
 
 @pytest.fixture(scope="module")

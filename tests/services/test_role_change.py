@@ -57,7 +57,7 @@ async def test_what_runs_is_finished_or_handed_over(cluster: Cluster, v3_offline
     other has no credit and is ended UNAVAILABLE, for a router to continue it elsewhere."""
     prefill, decode = await cluster.ensure("prefill"), await cluster.ensure("decode")
     async with attached(prefill, decode) as driver:
-        requests = [make_request(name, prompt_of(name, 30), max_tokens=60) for name in ("quick", "stuck")]
+        requests = [make_request(name, prompt_of(name, 30), max_tokens=n) for name, n in (("quick", 12), ("stuck", 60))]
         specs = [spec_of(request, decode) for request in requests]
         for spec in specs:
             reserved = await driver.reserve(spec)

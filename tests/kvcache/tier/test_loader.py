@@ -192,7 +192,7 @@ def test_results_that_come_too_late_are_given_back(layout: KVLayout) -> None:
             return [key in self.entries for key in keys]
 
     store = Slow(entries=filled(layout).entries, gate=threading.Event())
-    loader = TierLoader([store], layout, LoadSettings(deadline_s=0.05, least_tokens=0))
+    loader = TierLoader([store], layout, LoadSettings(deadline_s=0.5, least_tokens=0))
     outcome = loader.load(wanted(layout), FakePool())
     assert (outcome.reason, outcome.tokens, outcome.nbytes) == ("late", 0, 0)
     assert store.gate is not None

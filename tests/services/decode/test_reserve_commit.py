@@ -271,7 +271,7 @@ async def test_rows_wait_for_the_last_word(v3: Driver, sender: Sender) -> None:
 
 async def test_a_commit_that_comes_too_late_is_not_found(v3: Driver, sender: Sender) -> None:
     """L8: a lease that nobody renews ends; its rows are free once their sender is known to be quiet."""
-    spec = spec_of(make_request("late", prompt_of("late", 20)), v3.decode, time_left_s=0.3)
+    spec = spec_of(make_request("late", prompt_of("late", 20)), v3.decode, time_left_s=1.5)
     grant = await v3.reserve(spec)
     v3.stream.keep(spec.id)
     answer = await v3.stream.complete(spec.id)

@@ -195,7 +195,7 @@ async def test_a_cancel_that_comes_with_the_end_of_a_call_is_not_lost(monkeypatc
 async def test_a_silent_replica_counts_as_stalled() -> None:
     """L15: the connection stands and nothing comes, though every word is answered by a replica that runs."""
     told: list[bool] = []
-    async with attached(renew_s=0.1, silence_s=0.4, on_broken=told.append) as (decode, link):
+    async with attached(renew_s=0.1, silence_s=1.5, on_broken=told.append) as (decode, link):
         feed = link.open(attempt("r"))
         await decode.next()
         with pytest.raises(Unavailable, match="has said nothing"):

@@ -76,7 +76,7 @@ def test_a_frozen_server_costs_once(whole: WeedCluster, monkeypatch: pytest.Monk
     """L6, L17: a server that holds connections and answers nothing is found dead by the first reads, not by each; the
     other copies answer, and it is used again when it answers again (L14)."""
     index = DictIndex()
-    with node(whole, "frozen", index, read_attempt_s=0.2, readers=4) as store:
+    with node(whole, "frozen", index, read_attempt_s=2.0, readers=4) as store:
         entries = prefix("a", 60)
         durable(store, entries)
         assert consume(store.get_many(keys(entries), soon())) == [entry.payload for entry in entries]

@@ -140,7 +140,7 @@ class World(abc.ABC):
 
 
 class EmbeddedWorld(World):
-    ttl = 0.4
+    ttl = 1.0
 
     async def up(self) -> None:
         self.registry = EmbeddedRegistry()

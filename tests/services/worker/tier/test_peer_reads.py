@@ -130,7 +130,7 @@ async def test_a_reader_stopped_past_its_lease_discards_what_it_got(wires: froze
     wakes, reads those, and finds out by the digest. Over TCP the lessor's own write keeps the places until it is
     terminal."""
     names = [f"b{number}" for number in range(20)]
-    lessor = await world.child(wires, *names, max_lease_s=0.3)
+    lessor = await world.child(wires, *names, max_lease_s=1.0)
     reader = await world.child(wires)
     reader.call("know", lessor.replica)
     lessor.call("know", reader.replica)
@@ -211,7 +211,7 @@ async def test_a_lessor_stopped_in_mid_write_keeps_the_buffer_in_quarantine(worl
     lessor.call("know", reader.replica())
     assert await get(reader, names[:1]) == ["ok"]
     lessor.call("arm")
-    reading = asyncio.ensure_future(get(reader, names, 1.0))
+    reading = asyncio.ensure_future(get(reader, names, 3.0))
     assert await asyncio.to_thread(lessor.gate.poll, 30), "the write begins"
     lessor.gate.recv()
     lessor.stop()

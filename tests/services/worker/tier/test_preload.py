@@ -71,7 +71,8 @@ async def desk(source: FakeSource | None = None, **settings: Any) -> AsyncIterat
     link = EngineLink(engine, on_events, threads=0)
     writer = TierWriter(engine.pool, host=None, store=store, unpin=lambda pins: link.submit(TierUnpin(pins)))
     source = source or FakeSource()
-    loader = TierLoader([source], model.layout, LoadSettings(deadline_s=0.3, least_tokens=0))
+    deadline_s = PATIENCE_S if source.gate is None else 0.3  # which one that hangs is waited for
+    loader = TierLoader([source], model.layout, LoadSettings(deadline_s=deadline_s, least_tokens=0))
     preloader = Preloader(link, loader, writer, model.layout, max_loads=4)
     writer.start()
     link.start()
