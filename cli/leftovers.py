@@ -22,8 +22,10 @@ def shared_memory() -> set[str]:
 
 
 def left_behind(before: set[str]) -> set[str]:
-    """Files that have come since `before` and that no living process maps: those of other programs are theirs."""
-    return shared_memory() - before - _mapped()
+    """Files that have come since `before` and that no living process maps: those of other programs are theirs, and
+    what its owner takes along while this looks is not left."""
+    found = shared_memory() - before - _mapped()
+    return found & shared_memory()
 
 
 def _mapped() -> set[str]:

@@ -6,6 +6,9 @@ import mmap
 import os
 import uuid
 
+import pytest
+
+from headrace.cli import leftovers
 from headrace.cli.leftovers import SHARED, left_behind, shared_memory
 
 
@@ -23,3 +26,17 @@ def test_a_file_is_left_once_nobody_maps_it() -> None:
     finally:
         os.unlink(path)
     assert name not in left_behind(before)
+
+
+def test_a_file_that_goes_with_its_owner_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever had it ends while all processes are looked through: it is mapped no more, and is there no more."""
+    before = shared_memory()
+    path = SHARED / f"headrace-test-{uuid.uuid4().hex}"
+    path.write_bytes(bytes(4096))
+
+    def mapped() -> set[str]:
+        path.unlink()
+        return set()
+
+    monkeypatch.setattr(leftovers, "_mapped", mapped)
+    assert path.name not in left_behind(before)
