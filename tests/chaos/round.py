@@ -33,6 +33,8 @@ CALM_AT_ONCE = 4
 DRAIN_S = 300.0
 """Longest end of the requests that are under way when the load stops."""
 SAMPLE_S = 5.0
+FOREIGN_S = 10.0
+"""How long another program's file in shared memory may be mapped by nobody."""
 ENDS = ("finished", "cancelled", "deadline", "failed", "refused", "invalid", "unavailable")
 """Fields of Conservation."""
 Told = Callable[[str], None]
@@ -92,8 +94,17 @@ async def play(seed: int, shape: Shape, folder: Path, told: Told) -> Found:
         found.problems += cluster.problems
         found.leaks += cluster.left
         found.starts_repeated = cluster.starts_repeated
-    found.leaks += [f"/dev/shm/{name}" for name in sorted(left_behind(before))]
+    found.leaks += [f"/dev/shm/{name}" for name in sorted(await left_for_good(before))]
     return found
+
+
+async def left_for_good(before: set[str]) -> set[str]:
+    """What stays in shared memory: a file of somebody else's may be nobody's for a moment."""
+    left, until = left_behind(before), time.monotonic() + FOREIGN_S
+    while left and time.monotonic() < until:
+        await asyncio.sleep(0.5)
+        left &= left_behind(before)
+    return left
 
 
 async def _play(seed: int, shape: Shape, cluster: ChaosCluster, found: Found, told: Told) -> None:
