@@ -178,14 +178,15 @@ class Attempts:
 
     async def _end_transfer(self, reservation: Reservation) -> None:
         worker = self._workers.worker(reservation.pair.decode.id)
-        await worker.decode.EndTransfer(
-            decode_pb2.EndTransferRequest(
-                landing=reservation.response.landing,
-                sender=reservation.sender,
-                outcome=decode_pb2.TRANSFER_OUTCOME_QUIET,
-            ),
-            timeout=RELEASE_TIMEOUT_S,
-        )
+        with closed_is_unavailable(f"decode replica {worker.replica.id}"):
+            await worker.decode.EndTransfer(
+                decode_pb2.EndTransferRequest(
+                    landing=reservation.response.landing,
+                    sender=reservation.sender,
+                    outcome=decode_pb2.TRANSFER_OUTCOME_QUIET,
+                ),
+                timeout=RELEASE_TIMEOUT_S,
+            )
 
 
 def _tell_failure(run: asyncio.Task[None], reservation: Reservation) -> None:

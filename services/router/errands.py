@@ -28,12 +28,13 @@ RECALL_PAUSE_S = 0.5
 async def release(stub: decode_pb2_grpc.DecodeServiceAsyncStub, attempt: common_pb2.AttemptId) -> None:
     """L10: a reservation whose answer was lost is given back; if this fails too, its lease ends it."""
     try:
-        await stub.Release(
-            decode_pb2.DecodeServiceReleaseRequest(id=attempt, reason=common_pb2.FINISH_REASON_CANCELLED),
-            timeout=RELEASE_TIMEOUT_S,
-        )
-    except grpc.aio.AioRpcError as error:
-        _log.info("a reservation is left to expire", error=str(from_rpc_error(error)))
+        with closed_is_unavailable("decode"):
+            await stub.Release(
+                decode_pb2.DecodeServiceReleaseRequest(id=attempt, reason=common_pb2.FINISH_REASON_CANCELLED),
+                timeout=RELEASE_TIMEOUT_S,
+            )
+    except (Unavailable, grpc.aio.AioRpcError) as error:
+        _log.info("a reservation is left to expire", error=_told(error))
 
 
 async def leave(call: grpc.aio.UnaryStreamCall[Any, Any], run: asyncio.Task[None]) -> bool:
@@ -84,13 +85,18 @@ async def give_back(
 ) -> None:
     """L10: the client left while decode was asked. Nobody was given the grant, so its landing rows are quiet."""
     try:
-        response = await asked
-        await stub.EndTransfer(
-            decode_pb2.EndTransferRequest(
-                landing=response.landing, sender=sender, outcome=decode_pb2.TRANSFER_OUTCOME_QUIET
-            ),
-            timeout=RELEASE_TIMEOUT_S,
-        )
-    except grpc.aio.AioRpcError as error:
-        _log.info("a grant was not given back", error=str(from_rpc_error(error)))
+        with closed_is_unavailable("decode"):
+            response = await asked
+            await stub.EndTransfer(
+                decode_pb2.EndTransferRequest(
+                    landing=response.landing, sender=sender, outcome=decode_pb2.TRANSFER_OUTCOME_QUIET
+                ),
+                timeout=RELEASE_TIMEOUT_S,
+            )
+    except (Unavailable, grpc.aio.AioRpcError) as error:
+        _log.info("a grant was not given back", error=_told(error))
     await release(stub, attempt)
+
+
+def _told(error: Unavailable | grpc.aio.AioRpcError) -> str:
+    return str(from_rpc_error(error) if isinstance(error, grpc.aio.AioRpcError) else error)

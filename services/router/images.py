@@ -183,6 +183,8 @@ async def _renew(
 
 async def _release(stub: encoder_pb2_grpc.EncoderServiceAsyncStub, leases: list[str]) -> None:
     try:
-        await stub.Release(encoder_pb2.EncoderServiceReleaseRequest(lease_ids=leases), timeout=RELEASE_TIMEOUT_S)
-    except grpc.aio.AioRpcError as error:
-        _log.info("embedding leases are left to expire", error=str(from_rpc_error(error)))
+        with closed_is_unavailable("the encoder"):
+            await stub.Release(encoder_pb2.EncoderServiceReleaseRequest(lease_ids=leases), timeout=RELEASE_TIMEOUT_S)
+    except (Unavailable, grpc.aio.AioRpcError) as failure:
+        error = failure if isinstance(failure, Unavailable) else from_rpc_error(failure)
+        _log.info("embedding leases are left to expire", error=str(error))

@@ -271,7 +271,8 @@ class Workers:
         self.closing = True
         workers = tuple(self._workers.values())
         self._workers.clear()
-        await asyncio.gather(*self._errands)
+        # Whatever one of them raises, the others end first, and then the ways to the workers.
+        await asyncio.gather(*self._errands, return_exceptions=True)
         await asyncio.gather(*(_close(worker) for worker in workers))
 
 

@@ -275,7 +275,8 @@ def task_is_cancelled() -> bool:
 @contextmanager
 def closed_is_unavailable(peer: str, on_closed: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Around calls to a peer. When its channel is closed, since it left, grpc.aio raises CancelledError in the caller,
-    who was not cancelled; that is Unavailable here, so that the request is repeated or ended, never forgotten (L6).
+    who was not cancelled, and UsageError in one that calls after that; both are Unavailable here, so that the request
+    is repeated or ended, never forgotten (L6).
     `on_closed` is called first: the peer may be dead, frozen or cut off, and hold what the call gave it.
     """
     try:
@@ -285,3 +286,6 @@ def closed_is_unavailable(peer: str, on_closed: Callable[[], None] = lambda: Non
             raise
         on_closed()
         raise Unavailable(f"{peer} left while it was called; try again", retry_after_s=1.0) from None
+    except grpc.aio.UsageError:
+        on_closed()
+        raise Unavailable(f"{peer} left before it was called; try again", retry_after_s=1.0) from None

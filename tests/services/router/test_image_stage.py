@@ -21,7 +21,7 @@ from headrace.router.topology import Candidate, RankId, Role
 from headrace.services.encoder.cache import EmbeddingCache
 from headrace.services.encoder.encode import ImageEncoder
 from headrace.services.encoder.service import EncoderIdentity, EncoderServicer
-from headrace.services.router.images import EncodedImages, ImageStage
+from headrace.services.router.images import EncodedImages, ImageStage, _release, _renew
 from headrace.services.router.prepare import Prepared
 from headrace.services.router.tenants import TenantKeys
 from headrace.services.router.workers import ModelGroup
@@ -190,6 +190,17 @@ async def test_a_full_encoder_sends_the_request_to_the_next_one() -> None:
         await site.add("e2", stack)
         assert rank_of(await site.encode(ACME, picture(1))).replica_id == "e2"
         await site.settle()
+
+
+async def test_an_encoder_that_left_between_two_renewals_is_gone() -> None:
+    """L6: its channel is closed then, and prefill may be waiting for the embeddings."""
+    channel = open_channel("127.0.0.1:1", RpcSettings())
+    stub, gone = encoder_pb2_grpc.EncoderServiceStub(channel), asyncio.Event()
+    await channel.close()
+    async with asyncio.timeout(PATIENCE_S):
+        await _renew(stub, ["lease"], 0.001, gone)
+    assert gone.is_set()
+    await _release(stub, ["lease"])
 
 
 async def test_the_load_ends_when_prefill_has_the_embeddings(site: Site) -> None:

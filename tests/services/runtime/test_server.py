@@ -292,6 +292,8 @@ async def test_a_closed_channel_is_unavailability_and_a_cancelled_caller_is_canc
     await channel.close()
     with pytest.raises(errors.Unavailable):
         await calling
+    with pytest.raises(errors.Unavailable, match="left before"):  # who had its stub from before
+        await call(channel)
 
     waiting.clear()
     calling = asyncio.create_task(call(rig.channel))
