@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import functools
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from functools import cache, partial
 from typing import Any
 
 import grpc.aio
 
 from headrace.engine.masks.grammars import Grammars
-from headrace.engine.messages import Cancel, Commit, GetStatus, Reserve, TransferEnded
-from headrace.engine.request import EngineRequest
+from headrace.engine.messages import Cancel, Commit, GetStatus, Reserve, Reserved, TransferEnded
+from headrace.engine.request import EngineRequest, RequestKey
 from headrace.kvcache.handle import Handle
 from headrace.kvcache.landing_types import PartChecksums
 from headrace.kvcache.transfer.base import TransferEngine
@@ -105,12 +106,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         sender = request.sender.incarnation or None
         reserve = Reserve(wanted, sender, request.compute_here)
         asked, status = self._link.ask(reserve), self._link.ask(GetStatus())
+        if begun:
+            # Not in `except`: the engine may refuse after the caller has left.
+            asked.add_done_callback(partial(self._refused, wanted.key))
         try:
-            reserved = await asked
-        except Exception:
-            if begun:
-                self._hub.drop(wanted.key)
-            raise
+            reserved = await asyncio.shield(asked)
         finally:
             self._reporter.refresh()
         if reserved.handle is not None:
@@ -122,6 +122,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             lease_ms=round(reserved.lease_s * 1000),
             load=load_report(await status),
         )
+
+    def _refused(self, key: RequestKey, asked: asyncio.Future[Reserved]) -> None:
+        """No event will come of what the engine has refused."""
+        if asked.exception() is not None:
+            self._hub.drop(key)
 
     async def Release(
         self, request: decode_pb2.DecodeServiceReleaseRequest, context: _Context
@@ -138,7 +143,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         router = _router_of(spec)
         offsets = [state.received_tokens for state in spec.choices]
 
-        @functools.cache
+        @cache
         def single(choice: int) -> bytes:
             return content_digest(single_choice(spec, choice))
 
