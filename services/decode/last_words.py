@@ -31,8 +31,12 @@ Ask = Callable[[str, str, Handle], Awaitable[bool]]
 class LastWords:
     """One decode rank's. A background task of its process."""
 
-    def __init__(self, link: EngineLink, endpoint: Callable[[str], str | None], ask: Ask) -> None:
-        """`endpoint`: of a sender that is not known to be dead."""
+    def __init__(
+        self, link: EngineLink, endpoint: Callable[[str], str | None], ask: Ask, forget: Callable[[str], None]
+    ) -> None:
+        """`endpoint`: of a sender that is not known to be dead; `forget` is told of transfers that have ended, before
+        their rows are free: `TransferEngine.forget`."""
+        self._forget = forget
         self._link = link
         self._endpoint = endpoint
         self._ask = ask
@@ -67,6 +71,7 @@ class LastWords:
                 return
             if quiet:
                 _log.info("a transfer has ended without a word", transfer=handle.transfer_id)
+                self._forget(handle.transfer_id)
                 self._link.post(TransferEnded(handle.transfer_id, complete=False))
 
 

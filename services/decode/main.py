@@ -192,7 +192,7 @@ async def start(settings: DecodeSettings, lives: WorkerLives, life: Lifecycle) -
     watch = SenderWatch(Role.PREFILL, prefill_died, transfer.sender_left)
     life.spawn(watch.follow(registry), "peer-watch")
     life.spawn(watch.examine(), "peer-examination")
-    life.spawn(LastWords(link, watch.endpoint, asking(channels)).run(), "last-words")
+    life.spawn(LastWords(link, watch.endpoint, asking(channels), transfer.forget).run(), "last-words")
 
 
 class Canary:

@@ -22,6 +22,7 @@ class Link:
     def __init__(self, **senders: str | None) -> None:
         self.quarantined: dict[str, str | None] = dict(senders)
         self.ended: list[str] = []
+        self.forgotten: list[str] = []
 
     async def call(self, command: object) -> Any:
         assert isinstance(command, GetQuarantined)
@@ -30,6 +31,7 @@ class Link:
     def post(self, command: object) -> None:
         assert isinstance(command, TransferEnded)
         assert not command.complete
+        assert self.forgotten[-1:] == [command.transfer_id], "no stream may write rows that are free"
         self.ended.append(command.transfer_id)
         del self.quarantined[command.transfer_id]
 
@@ -47,7 +49,10 @@ async def rounds(link: Link, answers: dict[str, bool | None], count: int) -> lis
             raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "nobody there")
         return answer
 
-    words = LastWords(link, lambda sender: None if sender == "dead" else f"at {sender}", ask)  # type: ignore[arg-type]
+    def endpoint(sender: str) -> str | None:
+        return None if sender == "dead" else f"at {sender}"
+
+    words = LastWords(link, endpoint, ask, link.forgotten.append)  # type: ignore[arg-type]
     for _ in range(count):
         await words.round()
     return asked
