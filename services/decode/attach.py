@@ -131,8 +131,13 @@ class AttachHub:
         for journal, former in handed.taken:
             self.link.post(Renew((journal.key,)))
             self._tell_overtaken(former, router, journal.key)
+        stream = self._streams.get(router)
         for journal in handed.left:
             self._tell_overtaken(journal.router, router, journal.key)
+            # Who had it hears that it is overtaken, if only when it attaches again; its end is the new one's to take.
+            journal.router = router
+            if stream is not None:
+                stream.note(journal.key)
             if journal.ended_at is None:
                 self.link.post(Cancel(journal.key))
         return handed.response

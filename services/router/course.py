@@ -43,6 +43,7 @@ from headrace.services.runtime.clock import Clock
 from headrace.services.runtime.errors import (
     READER,
     Aborted,
+    Cancelled,
     DeadlineExceeded,
     HeadraceError,
     Internal,
@@ -273,6 +274,12 @@ class Course:
             refused = Unavailable("workers of the cluster refuse one another; the router's log says why, repeat later")
             refused.__cause__ = failure
             return refused
+        if isinstance(failure, Cancelled):
+            # A client that leaves cancels this task. So a worker was told by another one, which has given up its part:
+            # decode calls a run back when the reservation has ended, as it does while this router stands still.
+            ended = Unavailable(f"a worker ended the attempt: {failure.message}")
+            ended.__cause__ = failure
+            return ended
         if self._means.clock.monotonic() < self._deadline or isinstance(failure, Overtaken | DeadlineExceeded):
             return failure
         late = DeadlineExceeded("the deadline passed at the workers")

@@ -14,7 +14,6 @@ from headrace.services.router.place import Placed
 from headrace.services.router.report import RequestLog
 from headrace.services.runtime.clock import Clock
 from headrace.services.runtime.errors import (
-    Cancelled,
     DeadlineExceeded,
     HeadraceError,
     Internal,
@@ -164,10 +163,8 @@ class EventStream:
         if finished.reason == common_pb2.FINISH_REASON_CANCELLED:
             if finished.error.code == common_pb2.ERROR_CODE_ABORTED:
                 raise Overtaken(finished.error.message)
-            if finished.HasField("error"):
-                raise Unavailable(f"decode ended the request: {finished.error.message}")
-            if early:
-                raise Cancelled("the request was cancelled before the first token")
+            # Not by the client: with its cancel nobody follows the attempt any more.
+            raise Unavailable(f"decode ended the request: {finished.error.message or 'somebody cancelled it there'}")
         if finished.reason == common_pb2.FINISH_REASON_DEADLINE and early:
             raise DeadlineExceeded("the deadline passed before the first token")
 

@@ -289,6 +289,24 @@ async def test_a_router_that_lost_a_request_cannot_cancel_it() -> None:
     await new.close()
 
 
+async def test_who_lost_an_attempt_that_was_left_hears_so_when_it_attaches_again() -> None:
+    """L16: its client is at another router, and what comes of the attempt is no reason to try again."""
+    site = Hub()
+    key = site.begin()  # nothing has come of it yet: no use to the new router
+    new = site.attach(NEW)
+    await new.next()
+    assert not site.hub.adopt("r", CONTENT, [0], NEW, content_of).HasField("id")
+    old = site.attach(OLD, attached(key))
+    while not (response := await old.next()).overtaken:
+        assert not response.requests
+    site.hub.on_events((Finished(key, 0, FinishReason.CANCELLED, 0), Usage(key, 1, 0, PromptCounts())))
+    while not (response := await new.next()).requests:
+        new.say()
+    assert site.hub.undelivered == 0
+    await old.close()
+    await new.close()
+
+
 async def test_a_request_that_was_cancelled_is_not_handed_over() -> None:
     """L15: the engine has yet to say that it has ended; its client, who is back, would get that end for its own."""
     site = Hub()

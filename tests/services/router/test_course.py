@@ -25,6 +25,7 @@ from headrace.services.router.settings import RequestSection
 from headrace.services.runtime.clock import SystemClock
 from headrace.services.runtime.errors import (
     Aborted,
+    Cancelled,
     HeadraceError,
     InvalidArgument,
     PermissionDenied,
@@ -308,6 +309,17 @@ async def test_workers_that_refuse_one_another_are_not_the_clients_fault() -> No
     assert site.asked[1].avoided == {RankId("decode-0", "1", 0)}
     with pytest.raises(Unavailable, match="refuse one another"):
         await Site(fail=lambda asked: (0, refused)).run(max_attempts=2)
+
+
+@pytest.mark.parametrize("known", [0, 2])
+async def test_what_a_worker_cancelled_is_not_the_clients_cancel(known: int) -> None:
+    """L28: decode calls a run back from prefill when the reservation's lease has ended, since this router stood still;
+    prefill's word of it may be read before decode's. The client, who waits, gets its answer."""
+    recalled = Cancelled("the run was cancelled")
+    site = Site(fail=lambda asked: (known, recalled) if asked.attempt == 1 else None)
+    assert tokens(await site.run()) == {0: WHOLE[0]}
+    with pytest.raises(Unavailable, match="ended the attempt"):
+        await Site(fail=lambda asked: (0, recalled)).run(max_attempts=2)
 
 
 async def test_a_first_reservation_that_nobody_answers_is_told_at_once() -> None:

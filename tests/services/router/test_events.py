@@ -161,12 +161,16 @@ def test_what_a_worker_says_as_it_gives_up_is_not_passed_on() -> None:
     assert events.open == (0,)
 
 
-@pytest.mark.parametrize(("why", "raised"), [(Aborted("newer"), Overtaken), (Cancelled("lease"), Unavailable)])
-def test_why_decode_cancelled_decides_what_follows(why: HeadraceError, raised: type[HeadraceError]) -> None:
-    """L16: a newer attempt is the end; a lease that ran out, since this router stood still, is repeated."""
+@pytest.mark.parametrize(
+    ("why", "raised"), [(Aborted("newer"), Overtaken), (Cancelled("lease"), Unavailable), (None, Unavailable)]
+)
+def test_why_decode_cancelled_decides_what_follows(why: HeadraceError | None, raised: type[HeadraceError]) -> None:
+    """L16: a newer attempt is the end; a lease that ran out, since this router stood still, is repeated, and so is what
+    somebody cancelled at decode: not the client, with whose cancel nobody follows the attempt."""
     events, _, part = stream(choices=1)
     events.translate(tokens(0, 0, 1), part)
-    end = common_pb2.FinishedEvent(reason=common_pb2.FINISH_REASON_CANCELLED, error=to_proto(why))
+    wire = None if why is None else to_proto(why)
+    end = common_pb2.FinishedEvent(reason=common_pb2.FINISH_REASON_CANCELLED, error=wire)
     with pytest.raises(raised):
         events.translate(decode_pb2.RequestEvents(finished=[end]), part)
 
@@ -193,7 +197,7 @@ def test_an_offset_inside_an_event_is_the_clients_mistake() -> None:
     ("reason", "error"),
     [
         (common_pb2.FINISH_REASON_DEADLINE, DeadlineExceeded),
-        (common_pb2.FINISH_REASON_CANCELLED, Cancelled),
+        (common_pb2.FINISH_REASON_CANCELLED, Unavailable),
         (common_pb2.FINISH_REASON_ERROR, Unavailable),
     ],
 )
