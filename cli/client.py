@@ -11,7 +11,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.cli.client_tls import ClientTls
-from headrace.services.runtime.errors import HeadraceError, from_rpc_error
+from headrace.services.runtime.errors import HeadraceError, Unimplemented, from_rpc_error, told_by_peer
 from headrace.v1 import (
     common_pb2,
     control_pb2,
@@ -192,7 +192,11 @@ def open_channel(
 
 def typed(error: grpc.RpcError) -> HeadraceError:
     """The typed error of a failed call; the synchronous and the asyncio API share its methods."""
-    return from_rpc_error(cast(grpc.aio.AioRpcError, error))
+    failure = cast(grpc.aio.AioRpcError, error)
+    if failure.code() is grpc.StatusCode.UNIMPLEMENTED and not told_by_peer(failure):
+        # The user named the address: somebody answers there, and to wait for another one is of no use.
+        return Unimplemented("", f"{failure.details()} Another process is meant, or another version of it.")
+    return from_rpc_error(failure)
 
 
 def _answered(call: Callable[[], T]) -> T:

@@ -184,7 +184,8 @@ TABLE: Final[Mapping[common_pb2.ErrorCode.ValueType, Mapped]] = {
 
 # What a bare gRPC status means when the peer sent no Error: gRPC itself raises these. RESOURCE_EXHAUSTED from gRPC's
 # own code is a message over the size limit, which no waiting cures. CANCELLED is a server that shut as the call came:
-# who cancels a call himself gets CancelledError.
+# who cancels a call himself gets CancelledError. UNIMPLEMENTED is a process that serves something else at the address
+# of one that is gone: a worker in its next role, or another that was given the port.
 _BARE: Final[Mapping[grpc.StatusCode, type[HeadraceError]]] = {
     grpc.StatusCode.OUT_OF_RANGE: InvalidArgument,
     grpc.StatusCode.ALREADY_EXISTS: FailedPrecondition,
@@ -192,6 +193,7 @@ _BARE: Final[Mapping[grpc.StatusCode, type[HeadraceError]]] = {
     **{row.status: row.error for row in reversed(list(TABLE.values()))},
     grpc.StatusCode.RESOURCE_EXHAUSTED: InvalidArgument,
     grpc.StatusCode.CANCELLED: Unavailable,
+    grpc.StatusCode.UNIMPLEMENTED: Unavailable,
 }
 
 

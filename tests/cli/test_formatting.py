@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 
+import grpc
+import grpc.aio
 import pytest
 from rich.console import Console
 
 from headrace.cli.ask import Answer, Message, chat_prompt, gather
+from headrace.cli.client import typed
 from headrace.cli.exits import CliError, Exit
 from headrace.cli.failures import cli_error, exit_of, told
 from headrace.cli.generate import GenerateOptions, build_request, document, printable
@@ -116,6 +119,14 @@ def test_exit_statuses(error: errors.HeadraceError, status: Exit) -> None:
         raise error
     assert caught.value.code is status
     assert "\n" not in str(caught.value)
+
+
+def test_a_port_that_serves_something_else_is_no_server_that_is_gone() -> None:
+    """The user named it, and waiting does not help; between processes it is another life of the peer."""
+    failure = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNIMPLEMENTED, grpc.aio.Metadata(), grpc.aio.Metadata(), "Method not found!"
+    )
+    assert exit_of(typed(failure)) is Exit.USAGE
 
 
 def test_errors_say_where_and_when() -> None:

@@ -108,6 +108,8 @@ class RemoteRegistry:
         try:
             return await call
         except grpc.aio.AioRpcError as failure:
+            if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise RegistryError(f"{self.address} is no registry: {failure.details()}") from failure
             match errors.from_rpc_error(failure):
                 case errors.Incompatible() as error:
                     raise IncompatibleReplicaError(error.message) from failure

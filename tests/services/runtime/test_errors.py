@@ -89,6 +89,7 @@ def test_unknown_code_is_kept_readable() -> None:
         (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.InvalidArgument),
         (grpc.StatusCode.UNKNOWN, errors.Internal),
         (grpc.StatusCode.CANCELLED, errors.Unavailable),
+        (grpc.StatusCode.UNIMPLEMENTED, errors.Unavailable),
     ],
 )
 def test_bare_statuses(status: grpc.StatusCode, expected: type[errors.HeadraceError]) -> None:

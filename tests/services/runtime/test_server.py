@@ -304,6 +304,18 @@ async def test_a_closed_channel_is_unavailability_and_a_cancelled_caller_is_canc
     await rig.idle()
 
 
+async def test_a_process_of_another_role_at_the_address_is_unavailability(rig: Rig) -> None:
+    """L14, L28: a prefill has become a decode, and its router, whose registry is gone, sends it one more prompt: the
+    request goes elsewhere."""
+    run = rig.channel.unary_stream("/headrace.v1.PrefillService/Run")
+
+    async def call() -> None:
+        async for _ in run(b"", timeout=60):
+            pass
+
+    assert isinstance(await _error(call()), errors.Unavailable)
+
+
 async def test_message_limits_are_the_same_at_both_ends(rig: Rig) -> None:
     fits = b"x" * ((1 << 20) - 64)
     assert await rig.unary(fits) == fits
