@@ -9,6 +9,7 @@ from typing import Any
 
 from headrace.services.runtime import logs
 from headrace.services.runtime.registry.base import (
+    IncompatibleReplicaError,
     Lease,
     LeaseLostError,
     LostReason,
@@ -71,7 +72,12 @@ class Membership:
         while not self._left:
             try:
                 lease = await self._registry.register(self._wanted, self._ttl_seconds)
-            except RegistryUnavailableError as error:
+            except RegistryError as error:
+                # One that refuses from the start is not to be waited for. Later it may be in trouble of its own, of
+                # which a member that serves must not die.
+                passing = isinstance(error, RegistryUnavailableError) or self.registered.is_set()
+                if not passing or isinstance(error, IncompatibleReplicaError):
+                    raise
                 _log.warning("cannot register yet", replica=self._wanted.id, error=str(error))
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
