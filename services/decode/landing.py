@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from headrace.engine.errors import EngineError
 from headrace.engine.messages import EngineStatus, RebuildLanding, TakeDrainedLandings
 from headrace.kvcache.handle import ChecksumKind
 from headrace.kvcache.landing import LandingRegion
@@ -21,11 +22,14 @@ from headrace.services.runtime import logs
 from headrace.services.runtime.process import ServiceProcess
 from headrace.services.runtime.registry.base import State
 from headrace.services.runtime.settings_load import SettingsError
+from headrace.services.worker.canary import CanaryFailed
 from headrace.services.worker.engine_host import LoadedModel
 from headrace.services.worker.engine_link import EngineLink
 from headrace.v1 import common_pb2
 
 _log = logs.get(__name__)
+AGAIN_S = 1.0
+"""Until the next canary after one that failed."""
 
 
 def make_landing(settings: DecodeSettings, loaded: LoadedModel, incarnation: str) -> LandingRegion:
@@ -140,7 +144,14 @@ class LandingKeeper:
     async def _recover(self) -> None:
         if self._process.server.draining:
             return
-        await self._process.health.become_ready(self._canary)
+        try:
+            await self._process.health.become_ready(self._canary)
+        except (CanaryFailed, EngineError) as error:
+            # As when a drain hands over what runs, the canary with it. What else runs here goes on.
+            _log.warning("not ready yet: the canary failed", error=str(error))
+            await asyncio.sleep(AGAIN_S)
+            self._news.set()
+            return
         self._publish(State.READY)
 
     def _publish(self, state: State) -> None:

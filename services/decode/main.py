@@ -21,7 +21,7 @@ from headrace.services.runtime.engine_errors import translate
 from headrace.services.runtime.lifecycle import Lifecycle
 from headrace.services.runtime.process import ServiceProcess
 from headrace.services.runtime.registry.base import Replica, Role
-from headrace.services.worker.canary import TIMEOUT_S, canary_request
+from headrace.services.worker.canary import TIMEOUT_S, CanaryFailed, canary_request
 from headrace.services.worker.channels import Channels
 from headrace.services.worker.engine_host import LoadedModel
 from headrace.services.worker.engine_link import EngineLink
@@ -227,4 +227,4 @@ class Canary:
         finally:
             del self._ends[request.key]
         if end.reason is not FinishReason.LENGTH:
-            raise RuntimeError(f"the warm-up generation ended with {end.reason.value}: {end.error}")
+            raise CanaryFailed(f"the warm-up generation ended with {end.reason.value}: {end.error}")

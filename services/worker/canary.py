@@ -12,6 +12,10 @@ TIMEOUT_S = 300.0
 """Longest wait for the canary; a worker that cannot do this is not started (L6)."""
 
 
+class CanaryFailed(Exception):
+    """The generation did not end as it should; the message says how it did."""
+
+
 def canary_request(model: Model, incarnation: str, deadline: float, *, attempt: int = 1) -> EngineRequest:
     """A short greedy request of plain tokens. Its key is this process's own, so that it meets no cached prefix."""
     special = {*model.eos_token_ids, model.image_token_id}
