@@ -192,12 +192,20 @@ class Course:
 
     async def _reservation(self, placed: Placed, part: Part) -> Reservation:
         """Room at a decode replica. While all are full, the request waits where it stood in the queue (L6, L12)."""
+        unclear: set[RankId] = set()
         async with self._reserving:
             while True:
                 try:
-                    reservation = await self._means.reserver.reserve(placed, part.attempt, self._deadline, self._failed)
+                    reservation = await self._means.reserver.reserve(
+                        placed, part.attempt, self._deadline, self._failed, unclear
+                    )
                 except ResourceExhausted:
                     await self._turn.again()
+                    if unclear:
+                        # What such a rank promises late is given back by its number, which is over with that (L16).
+                        part.attempt += 1
+                        self.stream.begin(part)
+                        unclear.clear()
                     continue
                 except Rejected as rejected:
                     self._turn.foreseen(rejected)

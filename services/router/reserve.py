@@ -66,10 +66,16 @@ class Reserver:
         self._bookings = Bookings(workers.fleet, clock)
 
     async def reserve(
-        self, placed: Placed, attempt: int, deadline: float, failed: Collection[RankId] = ()
+        self,
+        placed: Placed,
+        attempt: int,
+        deadline: float,
+        failed: Collection[RankId] = (),
+        unclear: set[RankId] | None = None,
     ) -> Reservation:
         """Go down the balancer's list until a decode rank accepts. Ranks that `failed` an
-        earlier attempt of the request come last.
+        earlier attempt of the request come last. Those that may have promised room unheard are added to `unclear`, and
+        not asked again: what this number promised there is on its way to be given back.
 
         Raises the last refusal (RESOURCE_EXHAUSTED before NEVER_FITS), Rejected by the balancer, NeverFits when no
         rank of a role is large enough, or Unavailable when there is nobody.
@@ -80,14 +86,18 @@ class Reserver:
         failed = {*failed, *self._workers.broken()}
         match = await self._prefixes.match(placed.routing, deadline)
         here = self._conditional.order(placed.routing, match, self._clock.monotonic())
+        unclear = set() if unclear is None else unclear
         sound = islice((pair for pair in here if pair.decode.id not in failed), MOST_COMPUTING)
-        reservation, _ = await self._first(sound, placed, match, attempt, deadline)
+        reservation, _ = await self._first(sound, placed, match, attempt, deadline, unclear)
         if reservation is not None:
             return reservation
         pairs = self._balancer.by_decode(placed.routing, match, self._clock.monotonic(), failed)
-        reservation, refusals = await self._first(islice(pairs, MOST_REFUSALS), placed, match, attempt, deadline)
+        most = islice(pairs, MOST_REFUSALS)
+        reservation, refusals = await self._first(most, placed, match, attempt, deadline, unclear)
         if reservation is not None:
             return reservation
+        if not refusals and unclear:
+            raise Unavailable("no decode replica answers; try again shortly", retry_after_s=1.0)
         if not refusals:
             raise _nobody(fleet, placed.routing)
         raise next((error for error in refusals if isinstance(error, ResourceExhausted)), refusals[-1])
@@ -99,13 +109,21 @@ class Reserver:
         return routing.prompt_tokens - cached
 
     async def _first(
-        self, pairs: Iterable[Pair], placed: Placed, match: PrefixMatch, attempt: int, deadline: float
+        self,
+        pairs: Iterable[Pair],
+        placed: Placed,
+        match: PrefixMatch,
+        attempt: int,
+        deadline: float,
+        unclear: set[RankId],
     ) -> tuple[Reservation | None, list[HeadraceError]]:
         """The first of the pairs that accepts, and what those before it said. Raises what no other could do better."""
         refusals: list[HeadraceError] = []
         for pair in pairs:
+            if pair.decode.id in unclear:
+                continue
             try:
-                return await self._reserve_at(pair, placed, match, attempt, deadline), refusals
+                return await self._reserve_at(pair, placed, match, attempt, deadline, unclear), refusals
             except HeadraceError as error:
                 if not retry_elsewhere(error):
                     raise
@@ -115,7 +133,13 @@ class Reserver:
         return None, refusals
 
     async def _reserve_at(
-        self, pair: Pair, placed: Placed, match: PrefixMatch, attempt: int, deadline: float
+        self,
+        pair: Pair,
+        placed: Placed,
+        match: PrefixMatch,
+        attempt: int,
+        deadline: float,
+        unclear: set[RankId],
     ) -> Reservation:
         worker = self._workers.worker(pair.decode.id)
         link = worker.link
@@ -149,6 +173,7 @@ class Reserver:
             link.close(feed)
             self._bookings.end(pair, own_id, Amount())
             if not isinstance(error, grpc.aio.AioRpcError):
+                unclear.add(pair.decode.id)
                 if not asked.cancelled():  # else the replica is gone, and its memory with it
                     self._workers.spawn(give_back(stub, asked, own_id, sender))
                 if isinstance(error, TimeoutError):
@@ -159,6 +184,7 @@ class Reserver:
                 typed = self._late(worker, deadline)
             if typed.code not in (common_pb2.ERROR_CODE_RESOURCE_EXHAUSTED, common_pb2.ERROR_CODE_NEVER_FITS):
                 # The promise may have been made although its answer did not come.
+                unclear.add(pair.decode.id)
                 self._workers.spawn(release(stub, own_id))
             raise typed from error
         if response.HasField("load"):

@@ -134,6 +134,33 @@ async def test_select_is_reserve_down_the_list() -> None:
     assert fleet.idle
 
 
+async def test_who_may_have_promised_room_unheard_is_not_asked_again() -> None:
+    """L10, L16: it was to compute the prompt itself, and has not answered. The same number would be given back with
+    that promise, whatever runs under it by then."""
+    maker, asked, fleet = reserver(set(), Unavailable("x"), 2)
+    first, second = (rank.id for rank in fleet.candidates(Role.DECODE))
+    late = Unavailable("decode replica does not answer")
+
+    async def reserve_at(pair: Pair, *rest: Any) -> Pair:
+        asked.append(pair.decode.id.replica_id)
+        if pair.decode.id == first:
+            rest[-1].add(first)
+            raise late
+        return pair
+
+    maker._reserve_at = reserve_at
+    everything = maker._balancer.by_decode(PLACED.routing, no_match(fleet.numbers.size), 0.0, ())
+    here = [pair for pair in everything if pair.decode.id == first]
+    maker._conditional = SimpleNamespace(order=lambda *_: iter(here))
+    unclear: set[RankId] = set()
+    pair = await maker.reserve(PLACED, 1, 1e9, (), unclear)
+    assert (pair.decode.id, unclear) == (second, {first})
+    assert asked == [first.replica_id, second.replica_id]
+    fleet.remove(second.replica_id, second.incarnation)
+    with pytest.raises(Unavailable, match="answers"):
+        await maker.reserve(PLACED, 1, 1e9, (), {first})
+
+
 @pytest.mark.parametrize("prefill_count", [2, 1000])
 async def test_refusals_are_bounded(prefill_count: int) -> None:
     """L6, L12: a cluster that is full is not asked through; the request waits for news instead. So many different ranks

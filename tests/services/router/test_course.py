@@ -63,6 +63,10 @@ class Site:
     handed_over: bool = True
     refuse: list[HeadraceError] = field(default_factory=list)
     """By the next reservations."""
+    unclear: frozenset[RankId] = frozenset()
+    """Ranks that did not answer those in time."""
+    room_comes: bool = False
+    """For who waits for it in the queue."""
     asked: list[Asked] = field(default_factory=list)
     abandoned: int = 0
     encoded: int = 0
@@ -70,8 +74,12 @@ class Site:
         default_factory=lambda: {role: [RankId(f"{role.value}-{i}", "1", 0) for i in range(2)] for role in Role}
     )
 
-    async def reserve(self, placed: Placed, attempt: int, deadline: float, failed: set[RankId]) -> Any:
+    async def reserve(
+        self, placed: Placed, attempt: int, deadline: float, failed: set[RankId], unclear: set[RankId]
+    ) -> Any:
+        assert not unclear
         if self.refuse:
+            unclear |= self.unclear
             raise self.refuse.pop(0)
         spec = placed.spec
         delivered = [list(state.delivered_token_ids) for state in spec.choices]
@@ -184,7 +192,8 @@ class Site:
         )
 
     async def _again(self) -> None:
-        raise ResourceExhausted("no room", retry_after_s=1.0)
+        if not self.room_comes:
+            raise ResourceExhausted("no room", retry_after_s=1.0)
 
 
 @dataclass(frozen=True)
@@ -333,6 +342,16 @@ async def test_a_name_that_was_used_before_gets_a_higher_number() -> None:
     site = Site(refuse=[Aborted("attempt 1 is over")])
     assert tokens(await site.run()) == {0: WHOLE[0]}
     assert [asked.attempt for asked in site.asked] == [2]
+
+
+@pytest.mark.parametrize("late", [True, False])
+async def test_a_number_that_may_be_given_back_yet_is_not_used_again(*, late: bool) -> None:
+    """L16, L10: one decode had no room, another did not answer in time. What it then promises is given back, whose
+    number must be no running attempt's; where all have refused, the number stays."""
+    site = Site(refuse=[ResourceExhausted("full", retry_after_s=1.0)], room_comes=True)
+    site.unclear = frozenset({RankId("decode-1", "1", 0)} if late else ())
+    assert tokens(await site.run()) == {0: WHOLE[0]}
+    assert [asked.attempt for asked in site.asked] == [2 if late else 1]
 
 
 async def test_it_waits_for_somebody_to_take_a_dead_ones_place() -> None:
