@@ -142,6 +142,7 @@ class Course:
             self._log.attempts = max(self._log.attempts, part.tries)
             self.stream.begin(part)
             reservation: Reservation | None = None
+            images = EncodedImages()
             try:
                 if adopted is not None:
                     way = self._adopted(adopted, part)
@@ -149,6 +150,8 @@ class Course:
                     placed = part.after(self.stream.known)
                     images = await self.encode()
                     reservation = await self._reservation(placed, part)
+                    if images.gone.is_set():  # while it waited for room
+                        images = await self.encode()
                     way = self._attempt(placed, images, reservation, part)
                 async with aclosing(way):
                     async for response in way:
@@ -161,7 +164,7 @@ class Course:
                     self._means.attempts.abandon(reservation)
             _log.warning("attempt failed", attempt=part.tries, error=str(failure), known=self._known(part))
             self.stream.lost(reservation.prefill if reservation is not None and reservation.handed_over else None)
-            self._blame(reservation, adopted)
+            self._blame(reservation, adopted, images)
             if not self._may_go_on(part, failure, placed=reservation is not None or adopted is not None):
                 if not self.stream.started:
                     raise failure
@@ -255,13 +258,14 @@ class Course:
     def _known(self, part: Part) -> int:
         return sum(len(self.stream.known[choice]) for choice in part.choices)
 
-    def _blame(self, reservation: Reservation | None, adopted: Adopted | None) -> None:
-        """Who is to be avoided, and what has to be made again."""
+    def _blame(self, reservation: Reservation | None, adopted: Adopted | None, images: EncodedImages) -> None:
+        """Who is to be avoided, and what has to be made again. `images`: the attempt's; another part of the request may
+        have newer ones by now."""
         if adopted is not None:
             self._failed.update(adopted.worker.ranks)
         if reservation is None:
             return
-        pair, images = reservation.pair, self._images
+        pair = reservation.pair
         if reservation.prefill_failed:
             self._failed.add(pair.prefill.id)
         if not reservation.prefill_gone:

@@ -28,6 +28,7 @@ from headrace.services.runtime.errors import (
     Cancelled,
     HeadraceError,
     InvalidArgument,
+    NotFound,
     PermissionDenied,
     ResourceExhausted,
     Unavailable,
@@ -65,6 +66,10 @@ class Site:
     """By the next reservations."""
     unclear: frozenset[RankId] = frozenset()
     """Ranks that did not answer those in time."""
+    encoder_leaves: bool = False
+    """While the request waits for room."""
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    """Of the newest encodings."""
     room_comes: bool = False
     """For who waits for it in the queue."""
     asked: list[Asked] = field(default_factory=list)
@@ -130,7 +135,8 @@ class Site:
         self.encoded += 1
         image = encoder_pb2.EncodedImage(content_digest=b"d" * 32)
         encoder = SimpleNamespace(id=self.members[Role.ENCODER][0], role=Role.ENCODER, host="")
-        yield EncodedImages((image,), encoder) if prepared.images else EncodedImages()  # type: ignore[arg-type]
+        self.gone = asyncio.Event()
+        yield EncodedImages((image,), encoder, gone=self.gone) if prepared.images else EncodedImages()  # type: ignore[arg-type]
 
     async def adopted(
         self, adopted: Adopted, placed: Placed, deadline: float
@@ -192,6 +198,8 @@ class Site:
         )
 
     async def _again(self) -> None:
+        if self.encoder_leaves:
+            self.gone.set()
         if not self.room_comes:
             raise ResourceExhausted("no room", retry_after_s=1.0)
 
@@ -368,6 +376,30 @@ async def test_it_waits_for_somebody_to_take_a_dead_ones_place() -> None:
     site.members[Role.PREFILL] = [first, second]
     assert tokens(await running) == {0: WHOLE[0]}
     assert site.asked[1].avoided == {first}
+
+
+async def test_a_choice_that_fails_late_does_not_blame_the_pictures_of_another() -> None:
+    """L15: two choices use the same embeddings. One fails and has them made again; the other, which fails with the old
+    ones after that, goes on with the new ones, and the first one's new attempt is not ended for it."""
+
+    def fail(asked: Asked) -> tuple[int, HeadraceError] | None:
+        lost = NotFound("this embedding lease has ended")
+        return {("r@t", 1): (2, lost), ("r@t/0", 2): (1, lost), ("r@t/1", 2): (3, lost)}.get(
+            (asked.name, asked.attempt)
+        )
+
+    site = Site(fail=fail, handed_over=False)
+    assert tokens(await site.run(2, images=True)) == {choice: WHOLE[choice] for choice in range(2)}
+    assert [(asked.name, asked.attempt) for asked in site.asked][-1][1] == 3
+    assert site.encoded == 3, "for the request, after the first failure, and once for both choices"
+
+
+async def test_pictures_whose_encoder_left_while_the_request_waited_for_room() -> None:
+    """L15: no attempt is lost for it, of which a request has few."""
+    site = Site(refuse=[ResourceExhausted("full", retry_after_s=1.0)], room_comes=True)
+    site.encoder_leaves = True
+    assert tokens(await site.run(images=True, max_attempts=1)) == {0: WHOLE[0]}
+    assert site.encoded == 2
 
 
 async def test_pictures_are_encoded_again_unless_prefill_had_them() -> None:
