@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.kvcache.index.base import Index, IndexRow, IndexStats, check_row
-from headrace.kvcache.index.sqlite_file import SqliteFile, boot_id
+from headrace.kvcache.index.sqlite_file import Memory, Session, SqliteFile, boot_id
 from headrace.kvcache.index.sqlite_rows import StoredRow, delete, id_of, insert, pack, select, unpack
 from headrace.kvcache.keys import Key
 
@@ -48,13 +48,10 @@ class SqliteIndex(Index):
         cached_rows: int = DEFAULT_CACHED_ROWS,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._file = SqliteFile(path, monotonic, on_replaced=self._forget_everything)
+        self._file = SqliteFile(path, monotonic)
         self._monotonic = monotonic
         self._boot = boot_id()
         self._cached_rows = cached_rows
-        self._front: dict[Key, IndexRow] = {}
-        self._group_names: dict[int, str] = {}
-        self._tenant_tags: dict[int, bytes] = {}
 
     # Rows
 
@@ -63,62 +60,65 @@ class SqliteIndex(Index):
             check_row(row)
         if not rows:
             return
-        with self._file.writing(deadline) as db:
+        with self._file.writing(deadline) as session:
+            db = session.db
             groups = {name: _number(db, "groups", "name", name) for name in {row.group for row in rows}}
             tenants = {tag: _number(db, "tenants", "tag", tag) for tag in {row.tenant_tag for row in rows}}
             packed = [pack(row, groups[row.group], tenants[row.tenant_tag]) for row in _last_of_each(rows)]
             # Neighbours in the tree one after the other: 4 µs a row instead of 7 (measured).
             packed.sort(key=itemgetter(0))
             insert(db, packed)
-        self._remember(rows)
+        self._remember(session.memory, rows)
 
     def get_many(self, keys: Sequence[Key], deadline: float) -> Sequence[IndexRow | None]:
-        found = list(map(self._front.get, keys))
+        found = list(map(self._file.memory.front.get, keys))
         if all(found):
             return found
         missing = {key for key, row in zip(keys, found, strict=True) if row is None}
-        with self._file.reading(deadline) as db:
-            fetched = {row.key: row for row in self._select_ids(db, missing) if row.key in missing}
-        self._remember(fetched.values())
+        with self._file.reading(deadline) as session:
+            fetched = {row.key: row for row in self._select_ids(session, missing) if row.key in missing}
+        self._remember(session.memory, fetched.values())
         return [row if row is not None else fetched.get(key) for key, row in zip(keys, found, strict=True)]
 
     def remove_many(self, rows: Sequence[IndexRow], deadline: float) -> int:
         if not rows:
             return 0
         wanted = {(row.key, row.group, row.place) for row in rows}
-        with self._file.writing(deadline) as db:
-            held = self._select_ids(db, {row.key for row in rows})
+        with self._file.writing(deadline) as session:
+            db = session.db
+            held = self._select_ids(session, {row.key for row in rows})
             stale = [row for row in held if (row.key, row.group, row.place) in wanted]
             delete(db, [row.key for row in stale])
             _forget_empty(db, {_find(db, "groups", "name", name) for name in {row.group for row in stale}})
         for row in rows:
-            self._front.pop(row.key, None)
+            session.memory.front.pop(row.key, None)
         return len(stale)
 
     def drop_group(self, group: str, deadline: float) -> Sequence[IndexRow]:
-        with self._file.writing(deadline) as db:
+        with self._file.writing(deadline) as session:
+            db = session.db
             gid = _find(db, "groups", "name", group)
             if gid is None:
                 return []
-            rows = self._rows(db, select(db, "WHERE gid = ?", (gid,)))
+            rows = self._rows(session, select(db, "WHERE gid = ?", (gid,)))
             db.execute("DELETE FROM entries WHERE gid = ?", (gid,))
             _forget_empty(db, (gid,))
         for row in rows:
-            self._front.pop(row.key, None)
+            session.memory.front.pop(row.key, None)
         return rows
 
     def rows_of(self, group: str, deadline: float) -> Sequence[IndexRow]:
-        with self._file.reading(deadline) as db:
-            gid = _find(db, "groups", "name", group)
+        with self._file.reading(deadline) as session:
+            gid = _find(session.db, "groups", "name", group)
             if gid is None:
                 return []
-            return self._rows(db, select(db, "WHERE gid = ?", (gid,)))
+            return self._rows(session, select(session.db, "WHERE gid = ?", (gid,)))
 
     def groups(self, deadline: float) -> Sequence[str]:
-        with self._file.reading(deadline) as db:
+        with self._file.reading(deadline) as session:
             return [
                 name
-                for (name,) in db.execute(
+                for (name,) in session.db.execute(
                     "SELECT name FROM groups WHERE EXISTS (SELECT 1 FROM entries WHERE entries.gid = groups.id)"
                 )
             ]
@@ -127,44 +127,44 @@ class SqliteIndex(Index):
         # In steps, so that no reader pins the WAL for the length of a scan.
         first: int | None = None
         while True:
-            with self._file.reading(deadline) as db:
+            with self._file.reading(deadline) as session:
                 where, arguments = ("", ()) if first is None else ("WHERE id > ?", (first,))
-                stored = select(db, f"{where} ORDER BY id LIMIT {_SCAN_BATCH}", arguments)
-                rows = self._rows(db, stored)
+                stored = select(session.db, f"{where} ORDER BY id LIMIT {_SCAN_BATCH}", arguments)
+                rows = self._rows(session, stored)
             yield from rows
             if len(stored) < _SCAN_BATCH:
                 return
             first = stored[-1].id
 
     def clear(self, deadline: float) -> None:
-        with self._file.writing(deadline) as db:
-            db.execute("DELETE FROM entries")
-            db.execute("DELETE FROM groups")
-        self._front.clear()
+        with self._file.writing(deadline) as session:
+            session.db.execute("DELETE FROM entries")
+            session.db.execute("DELETE FROM groups")
+        session.memory.front.clear()
 
     # Generation and rebuild
 
     def generation(self, deadline: float) -> str:
-        with self._file.reading(deadline) as db:
-            return _meta(db, "generation")
+        with self._file.reading(deadline) as session:
+            return _meta(session.db, "generation")
 
     def claim_rebuild(self, owner: str, ttl_s: float, deadline: float) -> bool:
-        with self._file.writing(deadline) as db:
-            if self._lease_holder(db) not in ("", owner):
+        with self._file.writing(deadline) as session:
+            if self._lease_holder(session.db) not in ("", owner):
                 return False
-            _set_meta(db, lease_owner=owner, lease_boot=self._boot, lease_end=repr(self._monotonic() + ttl_s))
+            _set_meta(session.db, lease_owner=owner, lease_boot=self._boot, lease_end=repr(self._monotonic() + ttl_s))
             return True
 
     def finish_rebuild(self, owner: str, deadline: float) -> bool:
-        with self._file.writing(deadline) as db:
-            if not owner or self._lease_holder(db) != owner:
+        with self._file.writing(deadline) as session:
+            if not owner or self._lease_holder(session.db) != owner:
                 return False
-            _set_meta(db, lease_owner="", complete="1")
+            _set_meta(session.db, lease_owner="", complete="1")
             return True
 
     def needs_rebuild(self, deadline: float) -> bool:
-        with self._file.reading(deadline) as db:
-            return _meta(db, "complete") != "1"
+        with self._file.reading(deadline) as session:
+            return _meta(session.db, "complete") != "1"
 
     def _lease_holder(self, db: sqlite3.Connection) -> str:
         # By the machine's monotonic clock (L8); a lease of an earlier boot is over.
@@ -175,43 +175,33 @@ class SqliteIndex(Index):
     # The rest
 
     def stats(self, deadline: float) -> IndexStats:
-        with self._file.reading(deadline) as db:
-            (entries,) = db.execute("SELECT count(*) FROM entries").fetchone()
-            (groups,) = db.execute("SELECT count(DISTINCT gid) FROM entries").fetchone()
+        with self._file.reading(deadline) as session:
+            (entries,) = session.db.execute("SELECT count(*) FROM entries").fetchone()
+            (groups,) = session.db.execute("SELECT count(DISTINCT gid) FROM entries").fetchone()
         return IndexStats(entries=entries, groups=groups, nbytes=self._file.nbytes())
 
     def close(self) -> None:
         self._file.close()
-        self._forget_everything()
 
-    def _select_ids(self, db: sqlite3.Connection, keys: Iterable[Key]) -> Iterator[IndexRow]:
+    def _select_ids(self, session: Session, keys: Iterable[Key]) -> Iterator[IndexRow]:
         ids = iter({id_of(key) for key in keys})
         while batch := list(islice(ids, _BATCH)):
             marks = ",".join("?" * len(batch))
-            yield from self._rows(db, select(db, f"WHERE id IN ({marks})", batch))
+            yield from self._rows(session, select(session.db, f"WHERE id IN ({marks})", batch))
 
-    def _rows(self, db: sqlite3.Connection, stored: Iterable[StoredRow]) -> list[IndexRow]:
-        rows = (self._row(db, each) for each in stored)
+    def _rows(self, session: Session, stored: Iterable[StoredRow]) -> list[IndexRow]:
+        rows = (self._row(session, each) for each in stored)
         return [row for row in rows if row is not None]
 
-    def _row(self, db: sqlite3.Connection, stored: StoredRow) -> IndexRow | None:
+    @staticmethod
+    def _row(session: Session, stored: StoredRow) -> IndexRow | None:
         try:
-            return unpack(stored, self._name(db, stored.gid), self._tag(db, stored.tid))
+            return unpack(stored, _name(session, stored.gid), _tag(session, stored.tid))
         except (LookupError, TypeError, ValueError):
             return None  # bytes of the file have changed without SQLite's notice: a miss, as every hint that is wrong
 
-    def _name(self, db: sqlite3.Connection, gid: int) -> str:
-        if gid not in self._group_names:
-            self._group_names[gid] = str(_value(db, "SELECT name FROM groups WHERE id = ?", gid))
-        return self._group_names[gid]
-
-    def _tag(self, db: sqlite3.Connection, tid: int) -> bytes:
-        if tid not in self._tenant_tags:
-            self._tenant_tags[tid] = bytes(_value(db, "SELECT tag FROM tenants WHERE id = ?", tid))
-        return self._tenant_tags[tid]
-
-    def _remember(self, rows: Iterable[IndexRow]) -> None:
-        front = self._front
+    def _remember(self, memory: Memory, rows: Iterable[IndexRow]) -> None:
+        front = memory.front
         for row in rows:
             front[row.key] = row
         # Oldest first: a hit does not move a row, which keeps hits free of locks.
@@ -221,10 +211,19 @@ class SqliteIndex(Index):
             except (StopIteration, RuntimeError):  # another thread changed it meanwhile, and evicts too
                 break
 
-    def _forget_everything(self) -> None:
-        self._front.clear()
-        self._group_names = {}
-        self._tenant_tags = {}
+
+def _name(session: Session, gid: int) -> str:
+    names = session.memory.groups
+    if gid not in names:
+        names[gid] = str(_value(session.db, "SELECT name FROM groups WHERE id = ?", gid))
+    return names[gid]
+
+
+def _tag(session: Session, tid: int) -> bytes:
+    tags = session.memory.tenants
+    if tid not in tags:
+        tags[tid] = bytes(_value(session.db, "SELECT tag FROM tenants WHERE id = ?", tid))
+    return tags[tid]
 
 
 def _last_of_each(rows: Sequence[IndexRow]) -> Iterable[IndexRow]:

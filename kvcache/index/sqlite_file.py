@@ -12,9 +12,11 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.kvcache.index.base import IndexUnavailable
+from headrace.kvcache.index.base import IndexRow, IndexUnavailable
+from headrace.kvcache.keys import Key
 
 _FORMAT = 1
 _PROGRESS_STEPS = 20_000
@@ -60,13 +62,35 @@ class _Connection(sqlite3.Connection):
     busy_ms = 0
 
 
-class SqliteFile:
-    """Connections to `path`. `on_replaced` is called when it is no longer the file that was open before."""
+@dataclass(frozen=True)
+class Memory:
+    """What this process remembers of one file. Another file at the same path has another one: its numbers mean other
+    names, and a row that came from the old one is not in it."""
 
-    def __init__(self, path: Path, monotonic: Callable[[], float], on_replaced: Callable[[], None]) -> None:
+    front: dict[Key, IndexRow] = field(default_factory=dict)
+    groups: dict[int, str] = field(default_factory=dict)
+    """Names by number."""
+    tenants: dict[int, bytes] = field(default_factory=dict)
+    """Tags by number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A connection for one call, and what is remembered of the file that it is of: a call that began before the file
+    was replaced puts what it learns there, where nobody looks any more."""
+
+    db: sqlite3.Connection
+    memory: Memory
+
+
+class SqliteFile:
+    """Connections to `path`, and what is remembered of the file there."""
+
+    def __init__(self, path: Path, monotonic: Callable[[], float]) -> None:
         self._path = path
         self._monotonic = monotonic
-        self._on_replaced = on_replaced
+        self.memory = Memory()
+        """Of the file that is open now."""
         self._write_lock = threading.Lock()
         self._lock = threading.Lock()
         self._readers: list[_Connection] = []
@@ -75,7 +99,7 @@ class SqliteFile:
         self._writer, self._identity = self._open(self._monotonic() + 10.0)
 
     @contextmanager
-    def writing(self, deadline: float) -> Iterator[sqlite3.Connection]:
+    def writing(self, deadline: float) -> Iterator[Session]:
         """One transaction, committed and synced at the end. Raises IndexUnavailable."""
         if not self._write_lock.acquire(timeout=max(0.0, deadline - self._monotonic())):
             raise IndexUnavailable("the index is busy with another write; try again later")
@@ -86,7 +110,7 @@ class SqliteFile:
                 self._set_deadline(db, deadline)
                 db.execute("BEGIN IMMEDIATE")
                 try:
-                    yield db
+                    yield Session(db, self.memory)
                     db.execute("COMMIT")
                 except BaseException:
                     if db.in_transaction:
@@ -96,7 +120,7 @@ class SqliteFile:
             self._write_lock.release()
 
     @contextmanager
-    def reading(self, deadline: float) -> Iterator[sqlite3.Connection]:
+    def reading(self, deadline: float) -> Iterator[Session]:
         """For statements that need not see the same state of the file. Raises IndexUnavailable."""
         if self._is_replaced():
             with self._write_lock:
@@ -104,7 +128,7 @@ class SqliteFile:
         with self._lock:
             if self._closed:
                 raise IndexUnavailable("the index is closed")
-            identity = self._identity
+            identity, memory = self._identity, self.memory
             db = self._readers.pop() if self._readers else None
         if db is None:
             try:
@@ -116,7 +140,7 @@ class SqliteFile:
         try:
             with self._typed_errors():
                 self._set_deadline(db, deadline)
-                yield db
+                yield Session(db, memory)
         finally:
             with self._lock:
                 keep = not self._closed and identity == self._identity
@@ -137,6 +161,7 @@ class SqliteFile:
             for db in (self._writer, *self._readers):
                 db.close()
             self._readers.clear()
+            self.memory = Memory()
 
     def _beside(self, suffix: str) -> Path:
         return self._path.with_name(self._path.name + suffix)
@@ -210,11 +235,10 @@ class SqliteFile:
         old = self._writer
         writer, identity = self._open(deadline)
         with self._lock:
-            self._writer, self._identity = writer, identity
+            self._writer, self._identity, self.memory = writer, identity, Memory()
             readers, self._readers = self._readers, []
         for db in (old, *readers):
             db.close()
-        self._on_replaced()
 
     def _set_deadline(self, db: _Connection, deadline: float) -> None:
         left = deadline - self._monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.kvcache.index import sqlite, sqlite_rows
 from headrace.kvcache.index.base import IndexUnavailable
 from headrace.kvcache.index.sqlite import SqliteIndex
 from headrace.kvcache.index.sqlite_file import SqliteFile
@@ -85,9 +87,9 @@ def test_the_dict_in_front_is_bounded_and_forgets_no_row(tmp_path: Path) -> None
     index = SqliteIndex(tmp_path / "index.sqlite", cached_rows=100)
     rows = [row(number) for number in range(1_000)]
     index.put_many(rows, soon())
-    assert len(index._front) == 100
+    assert len(index._file.memory.front) == 100
     assert list(index.get_many([r.key for r in rows], soon())) == rows
-    assert len(index._front) == 100
+    assert len(index._file.memory.front) == 100
     index.close()
 
 
@@ -106,6 +108,35 @@ def test_an_index_file_that_is_deleted_under_its_users_is_a_new_generation(tmp_p
     assert list(other.get_many([key(0), key(1)], soon())) == [None, row(1)]
     one.close()
     other.close()
+
+
+@pytest.mark.parametrize("cached_rows", [0, 100])
+def test_what_a_call_learns_of_a_replaced_file_is_believed_of_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached_rows: int
+) -> None:
+    """A get has its rows from the old file when it is replaced (L1). Its numbers of groups name others in the new one,
+    where rows would be taken for another segment's, and removed as wrong; and a row that it remembers would keep a
+    refill from putting it (L24)."""
+    index = SqliteIndex(tmp_path / "index.sqlite", cached_rows=cached_rows)
+    index.put_many([row(0, "old")], soon())
+    index._file.memory.front.clear()
+    index._file.memory.groups.clear()
+
+    def replaced_meanwhile(*arguments: object) -> object:
+        monkeypatch.undo()
+        found = sqlite_rows.select(*arguments)  # type: ignore[arg-type]
+        for file in tmp_path.glob("index.sqlite*"):
+            file.unlink()
+        index.put_many([row(1, "new")], soon())
+        return found
+
+    monkeypatch.setattr(sqlite, "select", replaced_meanwhile)
+    with contextlib.suppress(IndexUnavailable):
+        index.get_many([key(0)], soon())
+    assert list(index.get_many([key(0), key(1)], soon())) == [None, row(1, "new")]
+    index._file.memory.front.clear()
+    assert list(index.get_many([key(0), key(1)], soon())) == [None, row(1, "new")]
+    index.close()
 
 
 @pytest.mark.parametrize("damage", ["garbage", "truncated", "zero bytes", "another release"])
@@ -215,4 +246,4 @@ def test_a_lease_of_an_earlier_boot_is_over(tmp_path: Path, monkeypatch: pytest.
 def test_a_folder_that_cannot_be_used_is_told_by_type(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     with pytest.raises((IndexUnavailable, OSError)):
-        SqliteFile(tmp_path / "file" / "index.sqlite", lambda: 0.0, lambda: None)
+        SqliteFile(tmp_path / "file" / "index.sqlite", lambda: 0.0)
