@@ -27,7 +27,8 @@ _BATCH = 2048
 
 
 class Epochs:
-    """Counts this process's erasures, so that what was accepted before one is never stored after it. Thread-safe."""
+    """Counts the erasures that this process made or learned of, so that what it accepted before one, or read to append
+    it again, is never stored after it. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -105,9 +106,7 @@ class Erasing:
     def drop_namespace(self, namespace: bytes) -> DropCount:
         with _said(), self._passing:
             rotation = self._writer.rotate(namespace, then=lambda: self._epochs.advance(namespace=namespace))
-            fences = self._fences(rotation).get(namespace)
-            if fences:
-                self._erasures.erase(namespace, Erasure(None, fences))
+            self._record(rotation, None, namespace)
             self._commit_barrier()
             self._retire(rotation)
             rows = self._drop_segments(
@@ -123,8 +122,7 @@ class Erasing:
         blocks = snapshots = 0
         with _said(), self._passing:
             rotation = self._writer.rotate(then=lambda: self._epochs.advance(tenant_tag=tenant_tag))
-            for namespace, fences in self._fences(rotation).items():
-                self._erasures.erase(namespace, Erasure(tenant_tag, fences))
+            self._record(rotation, tenant_tag)
             self._commit_barrier()
             theirs = [row for row in self._index.scan(self._deadline()) if row.tenant_tag == tenant_tag]
             theirs = [row for row in theirs if self._erasures.covers(row.group, tenant_tag)]
@@ -134,6 +132,20 @@ class Erasing:
                 count = self._removed(rows)
                 blocks, snapshots = blocks + count.blocks, snapshots + count.snapshots
         return DropCount(blocks, snapshots)
+
+    def _record(self, rotation: Rotation, tenant_tag: bytes | None, only: bytes | None = None) -> None:
+        """Write the erasure into the logs, of one namespace or of all.
+
+        Twice where another process made a segment meanwhile: that may hold copies of older records, told of before the
+        first entry could be seen. Whatever is made after the second look is written by who has seen the first entry
+        (writer.py), and knows that what it accepted earlier is erased."""
+        recorded: dict[bytes, dict[str, int]] = {}
+        for _ in range(2):
+            for namespace, fences in self._fences(rotation).items():
+                known = recorded.get(namespace, {})
+                if only in (None, namespace) and any(fences[writer] > known.get(writer, 0) for writer in fences):
+                    self._erasures.erase(namespace, Erasure(tenant_tag, fences))
+                    recorded[namespace] = fences
 
     def _fences(self, rotation: Rotation) -> dict[bytes, dict[str, int]]:
         """By namespace: everything that exists now; of the own writer, everything before the rotation."""

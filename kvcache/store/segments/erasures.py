@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -87,8 +87,9 @@ def decode_erasure(data: bytes) -> tuple[Erasure, int] | None:
 class _Log:
     """One namespace's log as far as it was read."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, namespace: str) -> None:
+        self.path = f"{ROOT}/{namespace}/{LOG}"
+        self.of = namespace
         self.file: StoreFile | None = None
         self.end = 0
         self.namespace: dict[str, int] = {}
@@ -104,14 +105,23 @@ class _Log:
             fences[writer] = max(number, fences.get(writer, 0))
 
 
+Learned = Callable[[bytes, bytes | None], None]
+"""Is told the namespace and the tenant (None: everybody) of an erasure."""
+
+
+def _nobody_told(namespace: bytes, tenant_tag: bytes | None) -> None:
+    pass
+
+
 class Erasures:
     """Every namespace's log. Thread-safe."""
 
-    def __init__(self, files: FileLayer, poll_s: float = 0.0) -> None:
+    def __init__(self, files: FileLayer, poll_s: float = 0.0, learned: Learned = _nobody_told) -> None:
         """`poll_s`: a log is looked at again at a read that comes so long after the last look; 0: at every read, one
-        system call on a local disk."""
+        system call on a local disk. `learned` is told of every erasure when it is first read, whoever made it."""
         self._files = files
         self._poll_s = poll_s
+        self._learned = learned
         self._io = threading.Lock()
         """Who reads or appends: may be held as long as a slow mount takes."""
         self._lock = threading.Lock()
@@ -178,19 +188,21 @@ class Erasures:
             fences = (log.namespace, *log.tenants.values())
             return any(name.number <= fence.get(name.writer, 0) for fence in fences)
 
-    def refresh(self, groups: set[str], deadline: float | None = None) -> None:
-        """Read what others appended to the logs of these segments' namespaces, by `deadline` (time.monotonic seconds).
+    def refresh(self, groups: set[str], deadline: float | None = None, *, at_once: bool = False) -> None:
+        """Read what others appended to the logs of these segments' namespaces, by `deadline` (time.monotonic seconds);
+        `at_once` however short ago the last look was.
         OSError if a log is there and cannot be read, or not in time: then nothing of that namespace may be shown."""
         now = time.monotonic()
+        poll_s = 0.0 if at_once else self._poll_s
         for namespace in {_namespace_of(group) for group in groups}:
             known = self._logs.get(namespace)
-            if known is not None and now - known.read_at < self._poll_s:
+            if known is not None and now - known.read_at < poll_s:
                 continue
             if not self._io.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
                 raise TimeoutError(errno.ETIMEDOUT, "the log of erasures was not read by the deadline")
             try:
                 log = self._log(namespace)
-                if now - log.read_at >= self._poll_s:
+                if now - log.read_at >= poll_s:
                     self._read(log, deadline)
                     log.read_at = now
             finally:
@@ -214,7 +226,7 @@ class Erasures:
         with self._lock:
             log = self._logs.get(namespace)
             if log is None:
-                log = self._logs[namespace] = _Log(f"{ROOT}/{namespace}/{LOG}")
+                log = self._logs[namespace] = _Log(namespace)
             return log
 
     def _read(self, log: _Log, deadline: float | None) -> None:
@@ -243,6 +255,7 @@ class Erasures:
             with self._lock:
                 log.apply(found[0])
                 log.end += at + found[1]
+            self._learned(bytes.fromhex(log.of), found[0].tenant_tag)
 
     def _wait_lock(self, path: str) -> StoreFile:
         until = time.monotonic() + _LOCK_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.kvcache.entries import EntryInfo, Loaded, RetentionClass
@@ -51,13 +51,15 @@ class Intake:
         buckets: ExpiryBuckets,
         wall: WallClock,
         epoch: Callable[[], int],
+        learn: Callable[[Collection[bytes]], None],
         room: Room,
         covered: Callable[[IndexRow], bool],
         known_again: Callable[[Sequence[Key], RetentionClass], None],
         index_timeout_s: float,
     ) -> None:
-        """`covered`: whether a row's record was erased. `known_again` is told of entries that are offered although they
-        are there: somebody used what they hold."""
+        """`learn`: look at what was erased in these namespaces, so that only a later erasure counts as one. `covered`:
+        whether a row's record was erased. `known_again` is told of entries that are offered although they are there:
+        somebody used what they hold."""
         self._entries = entries
         self._buffers = buffers
         self._index = index
@@ -65,6 +67,7 @@ class Intake:
         self._buckets = buckets
         self._wall = wall
         self._epoch = epoch
+        self._learn = learn
         self._room = room
         self._covered = covered
         self._known_again = known_again
@@ -77,6 +80,7 @@ class Intake:
             if len(entry.payload) != entry.info.length:
                 raise ValueError(f"payload of {len(entry.payload)} bytes, its entry says {entry.info.length}")
         ticket = Ticket(len(entries))
+        self._learn({entry.info.namespace for entry in entries})
         epoch, now = self._epoch(), self._wall()
         places = self._new_ones(entries, now)
         buffers = self._buffers.take_now(record_bytes(entries[place].info.length) for place in places)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from headrace.kvcache.cache_events import CacheChange, EventSink
 from headrace.kvcache.entries import RetentionClass
@@ -26,7 +26,7 @@ from headrace.kvcache.store.segments.erasing import Epochs, Erasing
 from headrace.kvcache.store.segments.erasures import Erasures
 from headrace.kvcache.store.segments.handles import SegmentFiles
 from headrace.kvcache.store.segments.intake import Intake
-from headrace.kvcache.store.segments.names import LOCKS
+from headrace.kvcache.store.segments.names import LOCKS, ROOT
 from headrace.kvcache.store.segments.own_segments import OwnSegments
 from headrace.kvcache.store.segments.pending import Pending, WriteQueue, settle
 from headrace.kvcache.store.segments.quotas import Quotas
@@ -84,7 +84,7 @@ class Parts:
         self.counters = Counters()
         self.uses = Uses(files, settings.writer, wall)
         self.epochs = Epochs()
-        self.erasures = Erasures(files, settings.erasure_poll_s)
+        self.erasures = Erasures(files, settings.erasure_poll_s, self._learned)
         self.records = Records(files, self.erasures, wall, direct=self.direct)
         self.own = OwnSegments()
         self.entries = WriteQueue()
@@ -115,6 +115,7 @@ class Parts:
             lives,
             wall,
             lambda: self.epochs.now,
+            self._learn,
             self.quotas.room,
             self.row_covered,
             self._known_again,
@@ -141,7 +142,7 @@ class Parts:
             events,
             self._fail,
             self._pending_covered,
-            self._look,
+            self._look_at_once,
             self.own,
             lambda: self.lock.held,
             patient,
@@ -281,8 +282,30 @@ class Parts:
         """Learn what other processes erased. A segment of ours that an erasure covers takes nothing more: what came
         after the erasure would look erased."""
         self.erasures.refresh({path})
+        self._retire_covered(path)
+
+    def _look_at_once(self, path: str) -> None:
+        """The same, however short ago the last look was: the index is told next."""
+        self.erasures.refresh({path}, at_once=True)
+        self._retire_covered(path)
+
+    def _retire_covered(self, path: str) -> None:
         if self.erasures.covers_any(path):
             self.writer.retire(path)
+
+    def _learn(self, namespaces: Collection[bytes]) -> None:
+        groups = {f"{ROOT}/{namespace.hex()}/" for namespace in namespaces}
+        try:
+            self.erasures.refresh(groups, time.monotonic() + self.settings.index_timeout_s)
+        except OSError as error:
+            _log.info("what is accepted now is dropped if anything was erased lately: %s", error)
+
+    def _learned(self, namespace: bytes, tenant_tag: bytes | None) -> None:
+        """Of an erasure, whoever made it: what was accepted before may have been read or computed before it."""
+        if tenant_tag is None:
+            self.epochs.advance(namespace=namespace)
+        else:
+            self.epochs.advance(tenant_tag=tenant_tag)
 
     def _pending_covered(self, pending: Pending) -> bool:
         return self.epochs.covers(pending) or self.erasures.covers(pending.group, pending.info.tenant_tag)

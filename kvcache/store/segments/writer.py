@@ -173,38 +173,41 @@ class SegmentWriter:
         rest = list(run)
         while rest:
             try:
-                open_now = self._open.get(bucket)
-                if open_now is not None:
-                    self._look(open_now.path)
-                segment, placed, covered, rest = self._place(bucket, rest)
+                with self._lock:
+                    segment = self._segment(bucket, rest[0].size)
+                # Behind the segment's creation, new ones too: an erasure that it is not yet part of is seen here.
+                self._look(segment.path)
             except OSError as error:
                 _log.error("no segment can be opened in %s: %s", bucket.name, error)
                 self._lost(rest, cause_of(error))
                 return
+            placed, covered, rest = self._place(bucket, segment, rest)
             self._lost(covered, "dropped")
             if placed:
                 self._write_placed(segment, placed)
 
     def _place(
-        self, bucket: Bucket, run: Sequence[Pending]
-    ) -> tuple[OpenSegment, list[Pending], list[Pending], list[Pending]]:
-        """Segment, what has its place in it, what an erasure covers, what did not fit."""
+        self, bucket: Bucket, segment: OpenSegment, run: Sequence[Pending]
+    ) -> tuple[list[Pending], list[Pending], list[Pending]]:
+        """What has its place in the segment, what an erasure covers, what did not fit: all of it, if the segment takes
+        nothing more."""
         placed: list[Pending] = []
         covered: list[Pending] = []
         with self._lock:
-            segment = self._segment(bucket, run[0].size)
+            if self._open.get(bucket) is not segment:
+                return [], [], list(run)
             for position, pending in enumerate(run):
                 if self._covered(pending):
                     covered.append(pending)
                     continue
                 if not segment.fits(pending.size):
-                    return segment, placed, covered, list(run[position:])
+                    return placed, covered, list(run[position:])
                 self._sequence += 1
                 offset = segment.assign(pending.size)
                 pending.header = Header(pending.info, self._sequence, offset, bucket.end, segment.identity)
                 pending.group = segment.path
                 placed.append(pending)
-        return segment, placed, covered, []
+        return placed, covered, []
 
     def _segment(self, bucket: Bucket, size: int) -> OpenSegment:
         segment = self._open.pop(bucket, None)
