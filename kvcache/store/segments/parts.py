@@ -227,6 +227,7 @@ class Parts:
             self.load_table,
             self._tick,
             self.quotas.pressing,
+            self.quotas.tenants_press,
             passing,
             tick_s=settings.tick_s,
             sweep_s=settings.sweep_s,

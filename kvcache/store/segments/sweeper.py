@@ -54,6 +54,7 @@ class Sweeper:
         reload: Callable[[], None],
         tick: Callable[[], None],
         pressing: Callable[[], bool],
+        tenants_press: Callable[[], bool],
         passing: threading.Lock,
         *,
         tick_s: float,
@@ -61,8 +62,9 @@ class Sweeper:
         index_timeout_s: float,
     ) -> None:
         """`relieve`: pressure eviction. `reload`: look at the index again before deciding. `tick`: what this process
-        does every `tick_s` for itself, elected or not. `pressing`: whether pressure eviction cannot wait. `passing`:
-        held during a pass, and by erasures."""
+        does every `tick_s` for itself, elected or not. `pressing`: whether pressure eviction cannot wait. `tenants_press`:
+        whether a tenant is near its quota, as far as this process knows. `passing`: held during a pass, and by
+        erasures."""
         self._files = files
         self._index = index
         self._unlinking = unlinking
@@ -75,6 +77,7 @@ class Sweeper:
         self._reload = reload
         self._tick = tick
         self._pressing = pressing
+        self._tenants_press = tenants_press
         self._tick_s = tick_s
         self._sweep_s = sweep_s
         self._index_timeout_s = index_timeout_s
@@ -137,6 +140,9 @@ class Sweeper:
                 if time.monotonic() >= next_pass or (pressing and self._elected is not None):
                     next_pass = time.monotonic() + self._sweep_s
                     self.pass_now()
+                    if self._elected is None and self._tenants_press():
+                        # What the sweeper took from them meanwhile is known only from the index.
+                        self._reload()
             except (OSError, IndexUnavailable, StoreError) as error:
                 _log.warning("sweeping broke off and is tried again: %s", error)
             except Exception:  # noqa: BLE001 - the boundary: whatever one pass raises, the next one comes (L9)

@@ -1,18 +1,17 @@
 """What a process knows of the segments of its store: sizes and tenants. A view for decisions; never needed to read.
 
-Filled from the index at the start and at each sweep, kept up by this process's own writes and removals; what
-other processes write is seen at the next sweep.
+Filled from the index at the start and, by the sweeper, at each sweep; kept up by this process's own writes and
+removals. What others wrote and removed a process that does not sweep learns when a tenant comes near its quota.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from headrace.kvcache.entries import EntryKind
 from headrace.kvcache.index.base import IndexRow
-from headrace.kvcache.keys import Key
 from headrace.kvcache.store.segments.names import Bucket, SegmentName
 from headrace.kvcache.store.segments.record import record_bytes
 
@@ -40,7 +39,8 @@ class _Segment:
         self.name = name
         self.sealed = False
         self.disk_bytes = 0
-        self.live: dict[int, tuple[Key, int]] = {}
+        self.live: dict[int, tuple[EntryKind, int, bytes]] = {}
+        """By place: kind, payload bytes, tenant."""
         self.tenants: dict[bytes, int] = {}
 
 
@@ -53,12 +53,26 @@ class SegmentTable:
         self._entries = dict.fromkeys(EntryKind, 0)
         self._payload = 0
         self._tenants: dict[bytes, int] = {}
+        self._changes: list[list[Callable[[SegmentTable], None]]] = []
+        """What happened since each `replace` that is under way began to read."""
 
     def replace(self, rows: Iterable[IndexRow]) -> None:
-        """Start again from what the index says."""
+        """Start again from what the index says. What happens while it is read counts too: every change here comes
+        after the index's own, and is done again on what was read."""
         fresh = SegmentTable()
-        fresh.add(rows)
+        changes: list[Callable[[SegmentTable], None]] = []
         with self._lock:
+            self._changes.append(changes)
+        try:
+            fresh.add(rows)
+        except BaseException:
+            with self._lock:
+                self._changes = [each for each in self._changes if each is not changes]
+            raise
+        with self._lock:
+            self._changes = [each for each in self._changes if each is not changes]
+            for change in changes:
+                change(fresh)
             for path, segment in fresh._segments.items():
                 old = self._segments.get(path)
                 if old is not None:
@@ -69,7 +83,9 @@ class SegmentTable:
 
     def add(self, rows: Iterable[IndexRow]) -> None:
         """Records that the index now points to."""
+        rows = tuple(rows)
         with self._lock:
+            self._note(lambda table: table.add(rows))
             for row in rows:
                 segment = self._segments.get(row.group)
                 if segment is None:
@@ -80,7 +96,7 @@ class SegmentTable:
                 if row.place in segment.live:
                     continue
                 size = record_bytes(row.length)
-                segment.live[row.place] = (row.key, size)
+                segment.live[row.place] = (row.kind, row.length, row.tenant_tag)
                 segment.disk_bytes = max(segment.disk_bytes, row.place + size)
                 segment.tenants[row.tenant_tag] = segment.tenants.get(row.tenant_tag, 0) + size
                 self._tenants[row.tenant_tag] = self._tenants.get(row.tenant_tag, 0) + size
@@ -89,16 +105,13 @@ class SegmentTable:
 
     def remove(self, rows: Iterable[IndexRow]) -> None:
         """Records that the index points to no more."""
+        rows = tuple(rows)
         with self._lock:
+            self._note(lambda table: table.remove(rows))
             for row in rows:
                 segment = self._segments.get(row.group)
-                if segment is None or segment.live.pop(row.place, None) is None:
-                    continue
-                size = record_bytes(row.length)
-                _subtract(segment.tenants, row.tenant_tag, size)
-                _subtract(self._tenants, row.tenant_tag, size)
-                self._entries[row.kind] -= 1
-                self._payload -= row.length
+                if segment is not None:
+                    self._remove(segment, row.place)
 
     def sealed(self, path: str, disk_bytes: int | None = None) -> None:
         """It has a sidecar; `disk_bytes` of its file, where known."""
@@ -108,9 +121,13 @@ class SegmentTable:
                 segment.sealed, segment.disk_bytes = True, disk_bytes or segment.disk_bytes
 
     def forget(self, path: str) -> None:
-        """The file is gone; its rows were removed before."""
+        """The file is gone, and with it what was counted there: its rows are out of the index, or replaced."""
         with self._lock:
-            self._segments.pop(path, None)
+            self._note(lambda table: table.forget(path))
+            segment = self._segments.pop(path, None)
+            if segment is not None:
+                for place in tuple(segment.live):
+                    self._remove(segment, place)
 
     def tenant_bytes(self, tenant_tag: bytes) -> int:
         with self._lock:
@@ -130,7 +147,7 @@ class SegmentTable:
                     segment.name.writer,
                     segment.sealed,
                     segment.disk_bytes,
-                    sum(size for _, size in segment.live.values()),
+                    sum(segment.tenants.values()),
                     len(segment.live),
                     dict(segment.tenants),
                 )
@@ -148,6 +165,20 @@ class SegmentTable:
                 len(self._segments),
                 len({segment.name.bucket for segment in self._segments.values()}),
             )
+
+    def _note(self, change: Callable[[SegmentTable], None]) -> None:
+        for changes in self._changes:
+            changes.append(change)
+
+    def _remove(self, segment: _Segment, place: int) -> None:
+        entry = segment.live.pop(place, None)
+        if entry is not None:
+            kind, length, tenant_tag = entry
+            size = record_bytes(length)
+            _subtract(segment.tenants, tenant_tag, size)
+            _subtract(self._tenants, tenant_tag, size)
+            self._entries[kind] -= 1
+            self._payload -= length
 
 
 def _subtract(counts: dict[bytes, int], key: bytes, size: int) -> None:
