@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from redis.backoff import NoBackoff
 from redis.connection import Connection, parse_url
-from redis.exceptions import AuthenticationError, RedisError, ResponseError
+from redis.exceptions import AuthenticationError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
@@ -80,6 +80,9 @@ class RedisCalls:
         self._breaker.succeeded()
         for reply in replies:
             if isinstance(reply, ResponseError):
+                if isinstance(reply, ReadOnlyError) or "READONLY" in str(reply):
+                    # A primary that became a replica keeps its connections, and the address may be another's by now.
+                    self._drop_idle()
                 raise IndexUnavailable(f"{self.shown} refused: {reply}")
         return replies
 

@@ -196,6 +196,21 @@ def test_a_server_out_of_memory_refuses_writes_and_still_reads(server: RedisServ
     assert list(index.get_many([key(0)], soon())) == [row(0)]
 
 
+def test_a_primary_that_became_a_replica_is_left(server: RedisServer) -> None:
+    """L17: after a failover the address is another server's; a connection to the old one would refuse every write for
+    as long as it lives."""
+    index = RedisIndex(server.url, "s")
+    index.put_many([row(0)], soon())
+    index._calls.one(("REPLICAOF", "127.0.0.1", "1"), soon())
+    assert index._calls._idle
+    with pytest.raises(IndexUnavailable, match="refused"):
+        index.put_many([row(1)], soon())
+    assert not index._calls._idle
+    assert list(index.get_many([key(0)], soon())) == [row(0)], "it still answers"
+    index._calls.one(("REPLICAOF", "NO", "ONE"), soon())
+    index.put_many([row(1)], soon())
+
+
 def test_urls_that_cannot_be_used_are_refused_at_the_border(tmp_path: Path) -> None:
     for url in ("", "etcd://127.0.0.1", "http://user:secret@127.0.0.1", "sqlite:relative"):
         with pytest.raises(IndexUrlError) as refused:
