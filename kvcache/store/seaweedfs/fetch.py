@@ -34,9 +34,12 @@ class Fetcher:
         self.budget = ReadBudget(settings.read_bytes)
         self._threads = ThreadPoolExecutor(settings.readers, "seaweed-read")
 
-    def fetch(self, rows: Sequence[IndexRow | Miss], deadline: float) -> Sequence[GetResult]:
-        """One result per row, in order; misses are passed on. All are counted."""
-        reads = [self._threads.submit(self._read, row, deadline) if isinstance(row, IndexRow) else row for row in rows]
+    def fetch(self, rows: Sequence[IndexRow | Miss], deadline: float, epoch: int) -> Sequence[GetResult]:
+        """One result per row, in order; misses are passed on. All are counted. `epoch` (Eraser) was read before the
+        rows: what was erased since then is not shown."""
+        reads = [
+            self._threads.submit(self._read, row, deadline, epoch) if isinstance(row, IndexRow) else row for row in rows
+        ]
         results = [read if isinstance(read, Miss) else self._await(read, deadline) for read in reads]
         for result in results:
             if isinstance(result, Miss):
@@ -49,7 +52,7 @@ class Fetcher:
         """Reads that have not begun are misses."""
         self._threads.shutdown(cancel_futures=True)
 
-    def _read(self, row: IndexRow, deadline: float) -> GetResult:
+    def _read(self, row: IndexRow, deadline: float, epoch: int) -> GetResult:
         """One record within the budget. Rows that point to nothing go, spoilt records are written again."""
         if not self.budget.take(row.length, min(deadline, time.monotonic() + self._busy_wait_s)):
             return Miss.BUSY
@@ -62,8 +65,11 @@ class Fetcher:
         if outcome.spoilt:
             self._counters.add(quarantined=1)
         if isinstance(outcome.result, Loaded):
+            if self._eraser.erased_since(epoch, outcome.result.info):
+                give()
+                return Miss.DROPPED
             if outcome.spoilt:
-                self._intake.rewrite(outcome.result, row.retention)
+                self._intake.rewrite(outcome.result, row.retention, epoch)
             return replace(outcome.result, release=give)
         give()
         if outcome.gone or outcome.spoilt:

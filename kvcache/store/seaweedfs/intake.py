@@ -61,11 +61,12 @@ class Intake:
         ticket.seal()
         return PutTicket(tuple(accepted), ticket.durable)
 
-    def rewrite(self, loaded: Loaded, retention: RetentionClass) -> Future[tuple[bool, ...]] | None:
-        """A verified record once more, with a new life; None if it is on its way already or the queue is full."""
+    def rewrite(self, loaded: Loaded, retention: RetentionClass, epoch: int) -> Future[tuple[bool, ...]] | None:
+        """A verified record once more, with a new life; None if it is on its way already or the queue is full. `epoch`
+        was read before the record's row: an erasure since then covers it."""
         ticket = Ticket(1)
         info = replace(loaded.info, retention=retention)
-        if self._offer(info, loaded.payload, ticket, 0, self._eraser.epoch, refresh=True):
+        if self._offer(info, loaded.payload, ticket, 0, epoch, refresh=True):
             return None
         ticket.seal()
         return ticket.durable

@@ -134,6 +134,7 @@ class SeaweedStore(Store):
             wall,
             self._read_again,
             self._intake.rewrite,
+            lambda: self._eraser.epoch,
             ErasureWatch(self._scan, index, self._eraser, self._reader, wall) if self._scan is not None else None,
         )
         self._rebuilder = Rebuilder(
@@ -163,7 +164,8 @@ class SeaweedStore(Store):
     def get_many(self, keys: Sequence[Key], deadline: float) -> Sequence[GetResult]:
         if self._closed:
             return [Miss.NOT_CONNECTED] * len(keys)
-        return self._fetcher.fetch(self._rows_of(keys, deadline), deadline)
+        epoch = self._eraser.epoch
+        return self._fetcher.fetch(self._rows_of(keys, deadline), deadline, epoch)
 
     def touch(self, keys: Sequence[Key], retention: RetentionClass, tenant_tag: bytes) -> None:
         if not self._closed:
@@ -235,10 +237,11 @@ class SeaweedStore(Store):
 
     def pin(self, keys: Sequence[Key]) -> int:
         deadline = time.monotonic() + OPERATOR_S
+        epoch = self._eraser.epoch
         rows = self._rows_of(keys, deadline)
         kept = sum(isinstance(row, IndexRow) and row.expires_at == 0 for row in rows)
         loaded = [self._read_again(row, deadline) for row in rows if isinstance(row, IndexRow) and row.expires_at]
-        writes = [self._intake.rewrite(each, RetentionClass.PINNED) for each in loaded if each is not None]
+        writes = [self._intake.rewrite(each, RetentionClass.PINNED, epoch) for each in loaded if each is not None]
         done = wait([write for write in writes if write is not None], max(0.0, deadline - time.monotonic())).done
         return kept + sum(write.result()[0] for write in done)
 

@@ -29,8 +29,8 @@ _PROBE_S = 0.5
 _MAX_TOUCHES = 1_024
 """Uses that wait to be looked at; beyond it the oldest are forgotten, which costs a refresh and never a hit now."""
 
-Rewrite = Callable[[Loaded, RetentionClass], Future[tuple[bool, ...]] | None]
-"""Queue a record again as of a class; None if the queue has no room."""
+Rewrite = Callable[[Loaded, RetentionClass, int], Future[tuple[bool, ...]] | None]
+"""Queue a record again as of a class, if nothing erased it since that epoch; None if the queue has no room."""
 
 
 class Upkeep:
@@ -47,6 +47,7 @@ class Upkeep:
         wall: WallClock,
         read: Callable[[IndexRow, float], Loaded | None],
         rewrite: Rewrite,
+        epoch: Callable[[], int],
         erasures: ErasureWatch | None,
     ) -> None:
         self._settings = settings
@@ -57,6 +58,7 @@ class Upkeep:
         self._wall = wall
         self._read = read
         self._rewrite = rewrite
+        self._epoch = epoch
         self._erasures = erasures
         self._changed = threading.Condition()
         self._touches: deque[tuple[tuple[Key, ...], RetentionClass]] = deque(maxlen=_MAX_TOUCHES)
@@ -143,13 +145,14 @@ class Upkeep:
 
     def _refresh(self, keys: tuple[Key, ...], used_by: RetentionClass) -> None:
         """Write again what of a used prefix has under half of its life left, or belongs to a shorter class."""
+        epoch = self._epoch()
         rows = {key: row for key, row in zip(keys, self._index.get_many(keys, self._deadline()), strict=True) if row}
         used = [UsedEntry(row.key, row.retention, row.expires_at) for row in rows.values()]
         with self._refresher_lock:
             batch = self._refresher.plan(used, used_by, self._wall())
         for refresh in batch:
             loaded = self._read(rows[refresh.key], time.monotonic() + self._settings.write_timeout_s)
-            written = self._rewrite(loaded, refresh.retention) if loaded is not None else None
+            written = self._rewrite(loaded, refresh.retention, epoch) if loaded is not None else None
             if written is None:
                 self._done(refresh)
             else:

@@ -14,7 +14,8 @@ from headrace.kvcache.index.memory import DictIndex
 from headrace.kvcache.keys import Key
 from headrace.kvcache.store.base import StoreError
 from headrace.kvcache.store.seaweedfs.cluster import Grant
-from tests.kvcache.store.entries import consume, key_of, keys, prefix, soon
+from headrace.kvcache.store.seaweedfs.reader import ReadResult
+from tests.kvcache.store.entries import TENANT, consume, key_of, keys, prefix, soon
 from tests.kvcache.store.seaweedfs.nodes import durable, node
 
 
@@ -137,3 +138,26 @@ def test_reads_beyond_the_budget_are_misses(weed: WeedCluster) -> None:
         assert consume(held) == [entry.payload for entry in entries[:2]]
         assert consume(store.get_many(keys(entries[2:3]), soon())) == [entries[2].payload]
         assert store._fetcher.budget.taken == 0
+
+
+def test_what_was_read_before_its_erasure_is_not_written_again(weed: WeedCluster) -> None:
+    """L25: a pin has the record in hand when its tenant is erased; a read that began before shows nothing either."""
+    with node(weed, "pinrace", DictIndex()) as store:
+        entries = prefix("a", 3)
+        durable(store, entries)
+        read, erased = store._reader.read, []
+
+        def read_then_erased(row: IndexRow, deadline: float) -> ReadResult:
+            result = read(row, deadline)
+            if not erased:
+                erased.append(store.drop_tenant(TENANT))
+            return result
+
+        store._reader.read = read_then_erased  # type: ignore[method-assign]
+        assert store.pin(keys(entries)[:1]) == 0
+        assert store.flush(60)
+        assert not any(store.lookup(keys(entries), soon()))
+        erased.clear()
+        durable(store, prefix("b", 1, snapshot=0))
+        assert consume(store.get_many(keys(prefix("b", 1, snapshot=0)), soon())) == [Miss.DROPPED]
+        assert store.integrity() == ()
