@@ -74,6 +74,10 @@ class Index(ABC):
     def get_many(self, keys: Sequence[Key], deadline: float) -> Sequence[IndexRow | None]:
         """In order of `keys`. Rows may be stale: a reader verifies what it finds there."""
 
+    def held(self, keys: Sequence[Key], deadline: float) -> Sequence[IndexRow | None]:
+        """get_many past whatever this process remembers: for whoever decides by it what to write."""
+        return self.get_many(keys, deadline)
+
     @abstractmethod
     def remove_many(self, rows: Sequence[IndexRow], deadline: float) -> int:
         """Remove rows that still point to the same group and place (compare and delete); returns how many went."""

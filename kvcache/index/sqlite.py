@@ -80,6 +80,12 @@ class SqliteIndex(Index):
         self._remember(session.memory, fetched.values())
         return [row if row is not None else fetched.get(key) for key, row in zip(keys, found, strict=True)]
 
+    def held(self, keys: Sequence[Key], deadline: float) -> Sequence[IndexRow | None]:
+        wanted = set(keys)
+        with self._file.reading(deadline) as session:
+            fetched = {row.key: row for row in self._select_ids(session, wanted) if row.key in wanted}
+        return [fetched.get(key) for key in keys]
+
     def remove_many(self, rows: Sequence[IndexRow], deadline: float) -> int:
         if not rows:
             return 0

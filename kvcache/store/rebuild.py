@@ -193,7 +193,7 @@ class Rebuilder:
                 continue
             if row.key not in best or outlives(row, best[row.key]):
                 best[row.key] = row
-        held = self._index.get_many(list(best), self._deadline())
+        held = self._index.held(list(best), self._deadline())
         wanted = [row for row, old in zip(best.values(), held, strict=True) if old is None or outlives(row, old)]
         if wanted:
             self._index.put_many(wanted, self._deadline())

@@ -123,10 +123,16 @@ class Adoption:
         return theirs
 
     def reindex(self, path: str) -> int:
-        """Put the records of a sealed segment into the index where they are missing; returns how many were."""
+        """Put the records of a segment that nobody writes any more into the index where they are missing; returns how
+        many were. A segment that is gone has none."""
         name = SegmentName.parse(path)
-        headers = read_sidecar(self._files, name) if name is not None else None
-        return self._add_missing(path, headers or ())
+        if name is None:
+            return 0
+        try:
+            headers = read_records(self._files, FoundSegment(name, sidecar=True), direct=self._direct)
+        except FileNotFoundError:
+            return 0
+        return self._add_missing(path, headers)
 
     def _adopt(self, found: FoundSegment) -> int:
         headers = read_sidecar(self._files, found.name) if found.sidecar else None
@@ -158,7 +164,7 @@ class Adoption:
         self._erasures.refresh({path})
         for start in range(0, len(headers), _BATCH):
             batch = headers[start : start + _BATCH]
-            held = self._index.get_many([header.info.key for header in batch], self._deadline())
+            held = self._index.held([header.info.key for header in batch], self._deadline())
             wanted = []
             for header, row in zip(batch, held, strict=True):
                 new = row_of(header, path)

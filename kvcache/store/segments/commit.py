@@ -19,6 +19,7 @@ from headrace.kvcache.cache_events import EventSink, Stored, Tier
 from headrace.kvcache.entries import EntryKind
 from headrace.kvcache.index.base import Index, IndexRow, IndexUnavailable
 from headrace.kvcache.keys import Key
+from headrace.kvcache.store.rebuild import outlives
 from headrace.kvcache.store.segments.counters import Counters
 from headrace.kvcache.store.segments.groups import Group
 from headrace.kvcache.store.segments.names import bucket_name
@@ -93,12 +94,13 @@ class Committer:
         fail: Fail,
         covered: Callable[[Pending], bool],
         look: Callable[[str], None],
+        retire: Callable[[str], None],
         own: OwnSegments,
         still_ours: Callable[[], bool],
         index_timeout_s: float,
     ) -> None:
         """`covered`: whether an erasure came after the entry was accepted. `look`: learn what other processes erased;
-        OSError if that cannot be known. `still_ours`: nobody has taken this writer for dead and its segments over;
+        OSError if that cannot be known. `retire`: nothing more goes into a segment. `still_ours`: nobody has taken this writer for dead and its segments over;
         OSError if that cannot be told."""
         self._groups = groups
         self._entries = entries
@@ -109,6 +111,7 @@ class Committer:
         self._fail = fail
         self._covered = covered
         self._look = look
+        self._retire = retire
         self._telling = threading.Lock()
         """Held from the last look at erasures until the index knows."""
         self.missing: set[str] = set()
@@ -137,12 +140,15 @@ class Committer:
         """Everything that became durable is sealed and in the index."""
         return not self.missing and not self._sealer.unsealed
 
-    def take_missing(self, still_open: frozenset[str]) -> tuple[str, ...]:
-        """Sealed segments with records that the index was not told of; whoever takes one tells it."""
+    def untold(self, still_open: frozenset[str]) -> tuple[str, ...]:
+        """Segments that take no more, with records that the index was not told of; who tells it of one calls `told`."""
         with self._telling:
-            paths = tuple(path for path in self.missing if path not in still_open)
-            self.missing.difference_update(paths)
-            return paths
+            return tuple(path for path in self.missing if path not in still_open)
+
+    def told(self, path: str) -> None:
+        """The index knows all of that segment."""
+        with self._telling:
+            self.missing.discard(path)
 
     def barrier(self) -> None:
         """Returns when the index knows whatever was committed by a look at erasures before now."""
@@ -208,16 +214,41 @@ class Committer:
             else:
                 ours.append((segment, pendings))
         with self._telling:
-            kept = [(segment, [one for one in pendings if not self._covered(one)]) for segment, pendings in ours]
-            told = self._tell(kept)
-        for (_, pendings), (segment, known) in zip(ours, kept, strict=True):
-            if len(known) < len(pendings):
-                of_known = set(map(id, known))
-                self._fail([pending for pending in pendings if id(pending) not in of_known], "dropped")
+            kept: list[tuple[OpenSegment, Sequence[Pending]]] = [
+                (segment, [one for one in pendings if not self._covered(one)]) for segment, pendings in ours
+            ]
+            try:
+                current = [(segment, self._current(known)) for segment, known in kept]
+                self._tell(current)
+                told = True
+            except IndexUnavailable as error:
+                # The bytes are safe, but nobody can find them until they are told again: so they do not count as
+                # stored. Their segments end here, so that this is soon (`untold`).
+                current, told = kept, False
+                paths = {segment.path for segment, known in kept if known}
+                _log.warning("durable records of %d segments are not in the index: %s", len(paths), error)
+                self.missing |= paths
+        for (_, pendings), (_, known), (segment, new) in zip(ours, kept, current, strict=True):
+            self._fail(_without(pendings, known), "dropped")
+            self._fail(_without(known, new), "outlived")
             if told:
-                self._announce(segment, known)
+                self._announce(segment, new)
             else:
-                self._fail(known, "index")
+                self._fail(new, "index")
+                self._retire(segment.path)
+
+    def _current(self, pendings: Sequence[Pending]) -> Sequence[Pending]:
+        """Without copies of records that have got a longer life since they were read: a pin, say."""
+        copies = [pending for pending in pendings if pending.replaces is not None and pending.header is not None]
+        if not copies:
+            return pendings
+        held = self._index.held([copy.info.key for copy in copies], time.monotonic() + self._index_timeout_s)
+        late = [
+            copy
+            for copy, row in zip(copies, held, strict=True)
+            if row is not None and copy.header is not None and outlives(row, row_of(copy.header, copy.group))
+        ]
+        return _without(pendings, late) if late else pendings
 
     def _announce(self, segment: OpenSegment, known: Sequence[Pending]) -> None:
         """They are durable and in the index."""
@@ -231,21 +262,21 @@ class Committer:
         settle(known, True)
         self._entries.release(pending.info.key for pending in known)
 
-    def _tell(self, kept: Sequence[tuple[OpenSegment, Sequence[Pending]]]) -> bool:
-        """Whether the index knows them now."""
+    def _tell(self, kept: Sequence[tuple[OpenSegment, Sequence[Pending]]]) -> None:
+        """Index and table. IndexUnavailable."""
         pendings = [pending for _, known in kept for pending in known]
         rows = [row_of(pending.header, pending.group) for pending in pendings if pending.header is not None]
-        try:
-            self._index.put_many(rows, time.monotonic() + self._index_timeout_s)
-        except IndexUnavailable as error:
-            # The bytes are safe, but nobody can find them until they are told again: so they do not count as stored.
-            _log.warning("%d durable records are not in the index: %s", len(rows), error)
-            self.missing.update(segment.path for segment, known in kept if known)
-            return False
+        if not rows:
+            return
+        self._index.put_many(rows, time.monotonic() + self._index_timeout_s)
         self._table.remove(pending.replaces for pending in pendings if pending.replaces is not None)
         self._table.add(rows)
-        return True
 
     def _check_ours(self) -> None:
         if not self._still_ours():
             raise OSError(errno.ESTALE, "this writer was taken for dead and its segments were taken over; restart it")
+
+
+def _without(pendings: Sequence[Pending], others: Sequence[Pending]) -> list[Pending]:
+    of_others = set(map(id, others))
+    return [pending for pending in pendings if id(pending) not in of_others]

@@ -143,6 +143,7 @@ class Parts:
             self._fail,
             self._pending_covered,
             self._look_at_once,
+            self.writer.retire,
             self.own,
             lambda: self.lock.held,
             patient,
@@ -276,8 +277,9 @@ class Parts:
         self.uses.tick()
         for path in self.own.paths():
             self._look(path)
-        for path in self.committer.take_missing(self.own.paths()):
+        for path in self.committer.untold(self.own.paths()):
             _log.info("%d records of %s are in the index now", self.adoption.reindex(path), path)
+            self.committer.told(path)
 
     def _look(self, path: str) -> None:
         """Learn what other processes erased. A segment of ours that an erasure covers takes nothing more: what came

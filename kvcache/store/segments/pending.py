@@ -92,6 +92,7 @@ class WriteQueue:
         self._changed = threading.Condition()
         self._queue: deque[Pending] = deque()
         self._in_flight: dict[Key, Ticket | None] = {}
+        """None: claimed, and to be added or released soon."""
         self._charges: dict[Key, tuple[bytes, int]] = {}
         """Tenant and record bytes of what is new among them."""
         self._tenants: Counter[bytes] = Counter()
@@ -139,12 +140,12 @@ class WriteQueue:
 
     def take(self, limit: int, timeout: float, *, eager: bool) -> Sequence[Pending]:
         """The next entries up to `limit` bytes, at least one; empty after `timeout` seconds, at once when the queue is
-        closed and empty, or, if `eager`, when somebody hurries."""
+        drained, or, if `eager`, when somebody hurries."""
         until = time.monotonic() + timeout
         with self._changed:
             while not self._queue and not self._woken:
                 left = until - time.monotonic()
-                if self._closed or (eager and self._hurry) or left <= 0 or not self._changed.wait(left):
+                if self._ended or (eager and self._hurry) or left <= 0 or not self._changed.wait(left):
                     break
             self._woken = False
             taken: list[Pending] = []
@@ -179,16 +180,20 @@ class WriteQueue:
                 self._hurry -= 1
 
     def close(self) -> None:
-        """Nothing more is claimed; what is queued is still taken."""
+        """Nothing more is claimed; what is queued, or claimed already and about to be, is still taken."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     @property
     def drained(self) -> bool:
-        """Closed and empty."""
+        """Closed and empty, and nothing that was claimed before can come any more."""
         with self._changed:
-            return self._closed and not self._queue
+            return self._ended and not self._queue
+
+    @property
+    def _ended(self) -> bool:
+        return self._closed and None not in self._in_flight.values()
 
     def tenant_bytes(self, tenant_tag: bytes) -> int:
         """Record bytes of a tenant's new entries whose outcome is not known yet."""

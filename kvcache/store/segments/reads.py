@@ -132,13 +132,16 @@ class Reads:
         return results
 
     def forget(self, rows: Sequence[IndexRow]) -> None:
-        """Rows that lead nowhere."""
+        """Rows that lead nowhere. One that was stale goes from the table alone: its entry lies elsewhere."""
+        deadline = time.monotonic() + self._index_timeout_s
         try:
-            self._index.remove_many(rows, time.monotonic() + self._index_timeout_s)
+            self._index.remove_many(rows, deadline)
+            held = self._index.held([row.key for row in rows], deadline)
         except IndexUnavailable as error:
             _log.info("%d dangling rows stay for now: %s", len(rows), error)
             return
-        self.removed(rows)
+        self._table.remove(rows)
+        self.removed([row for row, other in zip(rows, held, strict=True) if other is None])
 
     def removed(self, rows: Sequence[IndexRow]) -> DropCount:
         """The index has them no more: tell it."""

@@ -157,8 +157,12 @@ class PressureRelief:
                 if self._rank(row) < plan.tenant_horizons.get(row.tenant_tag, 0)
             ]
             self._index.remove_many(rows, self._deadline())
-            self._lost(rows)
-            pruned += len(rows)
+            self._table.remove(rows)
+            # What was written again meanwhile lies elsewhere.
+            held = self._index.held([row.key for row in rows], self._deadline())
+            lost = [row for row, other in zip(rows, held, strict=True) if other is None]
+            self._lost(lost)
+            pruned += len(lost)
         return pruned
 
     def _empty(self, path: str, plan: Plan) -> bool:

@@ -93,6 +93,18 @@ def test_the_dict_in_front_is_bounded_and_forgets_no_row(tmp_path: Path) -> None
     index.close()
 
 
+def test_who_decides_what_to_write_sees_what_others_wrote(tmp_path: Path) -> None:
+    """A row in this process's dict may be stale; `held` asks the file."""
+    one, other = SqliteIndex(tmp_path / "index.sqlite"), SqliteIndex(tmp_path / "index.sqlite")
+    one.put_many([row(0), row(1)], soon())
+    other.put_many([row(0, "g1")], soon())
+    other.drop_group("g0", soon())
+    assert list(one.get_many([key(0), key(1)], soon())) == [row(0), row(1)]
+    assert list(one.held([key(0), key(1), key(2)], soon())) == [row(0, "g1"), None, None]
+    one.close()
+    other.close()
+
+
 def test_an_index_file_that_is_deleted_under_its_users_is_a_new_generation(tmp_path: Path) -> None:
     path = tmp_path / "index.sqlite"
     one, other = SqliteIndex(path), SqliteIndex(path)

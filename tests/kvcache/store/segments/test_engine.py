@@ -375,6 +375,71 @@ def test_what_a_crash_left_half_unlinked_goes(files: PosixFileLayer) -> None:
         assert store.stats().blocks == 0
 
 
+def test_what_the_index_was_not_told_of_is_listed_when_it_is_back(files: PosixFileLayer) -> None:
+    """Soon, though its segment is nearly empty; and an index that is away at the next try too loses nothing."""
+    index = FakeOutage()
+    with closing(SegmentStore(files, index, small(tick_s=1e9))) as store:
+        entries = prefix("a", 3)
+        known = index.put_many
+        refusals = [3]
+
+        def refuse(rows: object, deadline: float) -> None:
+            if refusals[0]:
+                refusals[0] -= 1
+                raise IndexUnavailable("away")
+            known(rows, deadline)
+
+        index.put_many = refuse  # type: ignore[method-assign]
+        assert store.put_many(entries).durable.result(timeout=60) == (False,) * 4
+        own = store._parts.own
+        assert own.wait_closed(own.paths(), 60), "it is sealed"
+        for _ in range(2):
+            with pytest.raises(IndexUnavailable):
+                store._parts._tick()
+            assert not store._parts.committer.settled
+        store._parts._tick()
+        assert store._parts.committer.settled
+        assert consume(store.get_many(keys(entries), soon())) == [entry.payload for entry in entries]
+
+
+def test_what_is_being_put_while_the_store_is_closed_has_an_outcome(files: PosixFileLayer) -> None:
+    """It was claimed before and is queued after (L6): the writer waits for it."""
+    store = SegmentStore(files, DictIndex(), small())
+    queue, writer = store._parts.entries, store._parts.writer
+    add = queue.add
+    closer = threading.Thread(target=store.close)
+
+    def close_first(pendings: object) -> None:
+        if not closer.ident:
+            closer.start()
+            while not queue._closed:
+                threading.Event().wait(0.001)
+            writer._thread.join(0.3)
+        add(pendings)  # type: ignore[arg-type]
+
+    queue.add = close_first  # type: ignore[method-assign]
+    assert store.put_many(prefix("a", 3)).durable.result(timeout=60) == (True,) * 4
+    closer.join()
+
+
+def test_a_stale_row_that_leads_nowhere_is_not_announced_as_a_loss(files: PosixFileLayer, tmp_path: Path) -> None:
+    """Another process moved the entry: only what the store has nowhere is said to be removed."""
+    path, events = tmp_path / "index.sqlite", list[CacheChange]()
+    stale, moved = block("a", 0), block("a", 1)
+    with closing(SegmentStore(files, SqliteIndex(path), small(boot="aa"))) as first:
+        durable(first, [stale, moved])
+        with closing(SegmentStore(files, SqliteIndex(path), small(boot="bb"), events=events.append)) as second:
+            consume(second.get_many(keys([stale, moved]), soon()))
+            (row,) = [row for row in first._parts.index.scan(soon()) if row.key == moved.info.key]
+            assert first.pin([moved.info.key]) == 1
+            second._parts.reads.forget([row])
+            assert not [event for event in events if isinstance(event, Removed)]
+            assert consume(second.get_many([moved.info.key], soon())) == [moved.payload]
+            (row,) = [row for row in first._parts.index.scan(soon()) if row.key == stale.info.key]
+            second._parts.reads.forget([row])
+            assert [event.keys for event in events if isinstance(event, Removed)] == [(stale.info.key,)]
+
+
 def test_what_comes_after_an_erasure_stays(files: PosixFileLayer) -> None:
     """A tenant that goes on while it is erased loses what was before, in this process and in others, and nothing that
     it stores afterwards, also not when the index is rebuilt."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from headrace.kvcache.cache_events import BucketDropped, CacheChange, Removed
-from headrace.kvcache.entries import Miss, RetentionClass
-from headrace.kvcache.index.base import Index
+from headrace.kvcache.entries import GetResult, Miss, RetentionClass
+from headrace.kvcache.index.base import Index, IndexRow
 from headrace.kvcache.index.memory import DictIndex
 from headrace.kvcache.index.sqlite import SqliteIndex
 from headrace.kvcache.store.base import PutEntry
@@ -223,6 +223,31 @@ def test_pinned_entries_outlive_everything(open_store: Open, wall: FakeWall) -> 
     pass_time(store, wall, 400 * DAY)
     store.collect()
     assert consume(store.get_many(keys(kept), soon())) == [entry.payload for entry in kept]
+
+
+def test_a_pin_outlives_a_refresh_that_read_before_it(open_store: Open, wall: FakeWall) -> None:
+    """The refresh has the old copy in hand when the pin becomes durable; its own copy comes later and counts less."""
+    store = open_store()
+    put(store, prefix("a", 3))
+    pass_time(store, wall, 5 * DAY)
+    rewriter = store._parts.rewriter
+    read = rewriter._read
+    pinned: list[int] = []
+
+    def read_and_pin(rows: Sequence[IndexRow], deadline: float) -> list[GetResult]:
+        results = read(rows, deadline)
+        if not pinned:
+            pinned.append(0)
+            pinned.append(store.pin(keys(prefix("a", 3))))
+        return results
+
+    rewriter._read = read_and_pin  # type: ignore[method-assign]
+    store.touch(keys(prefix("a", 3)), CHAT, TENANT)
+    assert store.flush(20)
+    assert pinned == [0, 4]
+    found = store.find(keys(prefix("a", 3)), soon())
+    assert [entry.retention for entry in found if entry is not None] == [RetentionClass.PINNED] * 4
+    assert store.stats().failed_writes == {"outlived": 4}
 
 
 def test_what_cannot_be_appended_again_keeps_its_segment(
