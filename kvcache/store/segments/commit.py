@@ -100,8 +100,8 @@ class Committer:
         index_timeout_s: float,
     ) -> None:
         """`covered`: whether an erasure came after the entry was accepted. `look`: learn what other processes erased;
-        OSError if that cannot be known. `retire`: nothing more goes into a segment. `still_ours`: nobody has taken this writer for dead and its segments over;
-        OSError if that cannot be told."""
+        OSError if that cannot be known. `retire`: nothing more goes into a segment. `still_ours`: nobody has taken this
+        writer for dead and its segments over; OSError if that cannot be told."""
         self._groups = groups
         self._entries = entries
         self._index = index

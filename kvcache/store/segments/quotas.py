@@ -4,9 +4,9 @@ The disk grows when a segment is opened, by its preallocated size: there it is a
 segment is as large as suits the room that the store has just now, at most as the settings say: a small disk takes many
 small ones instead of none.
 What others opened is known from listing the files, so a store of several processes may pass its quota by what they open
-in ten seconds; the space above the high mark is there for that. A tenant's bytes are those in the index, which the sweeper
-looks at as a whole in each sweep, and others as often while a tenant is near its quota, and those this process has in
-flight.
+in ten seconds; the space above the high mark is there for that. A tenant's bytes are those in the index, which the
+sweeper looks at as a whole in each sweep, and others as often while a tenant is near its quota, and those this process
+has in flight.
 """
 
 from __future__ import annotations

@@ -62,9 +62,9 @@ class Sweeper:
         index_timeout_s: float,
     ) -> None:
         """`relieve`: pressure eviction. `reload`: look at the index again before deciding. `tick`: what this process
-        does every `tick_s` for itself, elected or not. `pressing`: whether pressure eviction cannot wait. `tenants_press`:
-        whether a tenant is near its quota, as far as this process knows. `passing`: held during a pass, and by
-        erasures."""
+        does every `tick_s` for itself, elected or not. `pressing`: whether pressure eviction cannot wait.
+        `tenants_press`: whether a tenant is near its quota, as far as this process knows. `passing`: held during a
+        pass, and by erasures."""
         self._files = files
         self._index = index
         self._unlinking = unlinking

@@ -1,4 +1,4 @@
-"""Erasures by one process of a store while another one writes (L25): each race as two threads would run it, in order."""
+"""Erasures by one process of a store while another one writes (L25): each race, step by step."""
 
 from __future__ import annotations
 
