@@ -158,7 +158,7 @@ RESPONSES: Final[Mapping[str, Field]] = {
     ),
     "text": Field(
         _null({"type": "object", "properties": {"format": {}, "verbosity": _VERBOSITY}, "additionalProperties": False}),
-        "`format`: text, json_object, json_schema; `verbosity`: `medium` only",
+        "`format`: text, json_object, json_schema; extensions regex, grammar, structural_tag; `verbosity`: medium",
     ),
     "reasoning": Field(OBJECT, "`effort`: v4.1; `none` everywhere"),
     "tools": _TOOLS,

@@ -36,6 +36,8 @@ _ECHOED: Final = (
     "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user", "presence_penalty",
     "frequency_penalty",
 )  # fmt: skip
+_EXTENSIONS: Final = ("regex", "grammar", "structural_tag")
+"""Formats that deepseek-recipe does not know."""
 _TOOL: Final = {"description": None, "parameters": None, "strict": None}
 """Members that a function has in a response."""
 _log = logs.get(__name__)
@@ -63,6 +65,8 @@ class ResponsesApi:
                 read.pop("reasoning", None)
             if self.response_format(body).get("type") == "json_object":
                 del read["text"]
+        if self.response_format(body).get("type") in _EXTENSIONS:
+            del read["text"]
         return read
 
     def response_format(self, body: Body) -> Mapping[str, Any]:
@@ -244,6 +248,9 @@ class _Answer:
         response["previous_response_id"] = self._body.get("previous_response_id")
         response["store"] = self._wanted
         response["text"]["verbosity"] = response["text"].get("verbosity") or "medium"  # it has no null
+        form = (self._body.get("text") or {}).get("format") or {}
+        if form.get("type") in ("json_object", *_EXTENSIONS):
+            response["text"]["format"] = form
         if self._body.get("parallel_tool_calls") is False:
             response["parallel_tool_calls"] = False
         # deepseek-recipe has read them without `strict`, and a forced call behind reasoning as one that may be.

@@ -96,6 +96,9 @@ async def test_chat_parse(world: World, client: Any, model: str) -> None:
     tag = world.router.requests[-1].constraint.structural_tag
     assert tag.count('"type":"json_schema"') == 2
     world.router.script = says(*pieces(CALLS[model]))
+    for form in ({"type": "json_object"}, {"type": "text"}):
+        plain = await client.chat.completions.create(**{**asked, "response_format": form})
+        assert plain.choices[0].message.tool_calls[0].function.name == "Weather"
     for choice in (await client.chat.completions.parse(**asked)).choices:
         assert (choice.message.parsed, choice.message.content or "") == (None, "")
         assert choice.message.tool_calls[0].function.parsed_arguments == Weather(city="Rome")

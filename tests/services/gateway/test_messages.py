@@ -195,6 +195,8 @@ async def test_strict_tools(world: World, client: Any, model: str) -> None:
     assert world.router.requests[-1].constraint.structural_tag
     await client.messages.create(**asked, tools=[TOOL])
     assert not world.router.requests[-1].HasField("constraint")
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config.format: .*'xml' is not supported"):
+        await client.messages.create(**asked, extra_body={"output_config": {"format": {"type": "xml"}}})
     schema = {"type": "object", "properties": {"a b": {"type": "string"}}}
     with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\].input_schema: cannot be enforced"):
         await client.messages.create(**asked, tools=[{**TOOL, "input_schema": schema, "strict": True}])

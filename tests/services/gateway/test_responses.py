@@ -115,6 +115,12 @@ async def test_schema_logprobs_and_images(world: World, client: Any) -> None:
     assert json.loads(world.router.requests[-1].constraint.json_schema)["required"] == ["a"]
     answer = await client.responses.create(model="plain", input="Hi", user="u", prompt_cache_retention="24h")
     assert (answer.user, answer.prompt_cache_retention) == ("u", "24h")
+    form = {"format": {"type": "regex", "regex": "[ab]+"}}
+    for model, tools in (("plain", []), ("v41", []), ("plain", [TOOL]), ("v41", [TOOL])):
+        answer = await client.responses.create(model=model, input="Hi", text=form, tools=tools)
+        held = world.router.requests[-1].constraint
+        assert (held.regex == "[ab]+", '"never":' in held.structural_tag) == (not tools, bool(tools))
+        assert (answer.text.format.type, answer.text.format.regex) == ("regex", "[ab]+")
     picture: Any = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "auto"}
     asked: Any = [{"role": "user", "content": [{"type": "input_text", "text": "what?"}, picture]}]
     response = await client.responses.create(
@@ -143,6 +149,7 @@ async def test_what_is_refused(world: World, client: Any) -> None:
         ({"conversation": "c"}, "conversation"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
         ({"text": {"verbosity": "low"}}, "text"),
+        ({"text": {"format": {"type": "grammar", "grammar": 'root ::= "x"'}}, "tools": [TOOL]}, "text.format"),
     ):
         with pytest.raises(openai.BadRequestError) as told:
             await client.responses.create(**{"model": "plain", "input": "Hi", "extra_body": body})
