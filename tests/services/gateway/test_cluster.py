@@ -310,7 +310,7 @@ def test_no_key_is_logged_or_kept(world: Served, client: openai.OpenAI) -> None:
     assert client.responses.create(model="plain", input="Hi", max_output_tokens=2).store
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key=f"{world.key}x").models.list()
-    secrets = [key.rpartition("_")[2].encode() for key in (world.key, world.other, world.limited)]
+    secrets = [key.split("_", 2)[2].encode() for key in (world.key, world.other, world.limited)]
     logs = [path for folder in ("gateway", "run") for path in (world.folder / folder).rglob("*.log")]
     assert len(logs) >= 5
     kept = [path.read_bytes() for path in logs]
