@@ -21,6 +21,7 @@ _log = logs.get(__name__)
 RECONNECT_S = 0.2
 """Pause before a stream that could not be opened is tried again."""
 RESTARTED = "the decode replica was restarted"
+GONE = "the decode replica is gone; the request is lost"
 OWN_STALL_S = 0.5
 """A timer of this process that is so late says that this process stood still, not its peer."""
 
@@ -109,8 +110,9 @@ class DecodeLink:
         """When decode said something last, or was asked to; on the loop's clock."""
         self._peer = life
         """Incarnation of who is to answer."""
-        self._over = False
-        """Another life answers at the address: that one's own link speaks to it, and this one would take its stream."""
+        self._over = ""
+        """Why no stream follows: the replica is gone, or another life answers at the address, to which that one's own
+        link speaks, and whose stream this one would take."""
         self._credit_tokens = credit_tokens
         self._on_load = on_load
         self._on_broken = on_broken
@@ -133,7 +135,7 @@ class DecodeLink:
         feed = Feed(attempt, self._credit_tokens, self._grant, received)
         self._feeds[_key(attempt)] = feed
         if self._over:
-            feed.put(Unavailable(RESTARTED))
+            feed.put(Unavailable(self._over))
         return feed
 
     def detach(self, request_id: str) -> None:
@@ -170,9 +172,10 @@ class DecodeLink:
 
     async def stop(self) -> None:
         """The replica is gone or this router ends: fail what is open and end the stream."""
+        self._over = GONE
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self._fail("the decode replica is gone; the request is lost")
+        self._fail(GONE)
 
     async def _run(self) -> None:
         while not self._over:
@@ -200,7 +203,7 @@ class DecodeLink:
                 self._heard = loop.time()
                 self._take(response)
         except _AnotherLife:
-            self._over = True
+            self._over = RESTARTED
             return RESTARTED, True
         except grpc.aio.AioRpcError as error:
             return f"the stream to the decode replica broke: {from_rpc_error(error)}", False

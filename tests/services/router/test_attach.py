@@ -101,6 +101,18 @@ async def test_a_grant_names_only_whom_it_is_for() -> None:
         assert not end.requests
 
 
+async def test_who_comes_after_its_end_does_not_wait() -> None:
+    """L6: the replica has left while its orphan was on the way to the router that adopts it."""
+    async with attached(renew_s=3600.0) as (decode, link):
+        await decode.next()
+        await link.attached.wait()
+        await link.stop()
+        feed = link.open(common_pb2.AttemptId(request_id="r", attempt=1), (3,))
+        link.keep(feed)
+        with pytest.raises(Unavailable, match="gone"):
+            await asyncio.wait_for(feed.next(), PATIENCE_S)
+
+
 async def test_everything_live_is_renewed_on_the_clock() -> None:
     """L8: whoever is live is named again every `renew_s`, whatever else is said."""
     async with attached(renew_s=0.05) as (decode, link):
