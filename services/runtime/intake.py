@@ -46,6 +46,8 @@ class Intake:
         """Both set when the process has joined."""
         self.ending = ""
         """Why work is not taken again; empty while it may be."""
+        self._resumed = 0
+        """How often work was taken again."""
 
     @property
     def live(self) -> int:
@@ -67,10 +69,11 @@ class Intake:
 
     async def drain(self, wait_s: float, *, hand_over: bool = False) -> int:
         """Refuse, and wait at most `wait_s` for what runs; then hand the rest over where that is asked for. Returns how
-        many still run."""
+        many still run. Over, with nothing handed over, when work is taken again meanwhile."""
         await self.refuse()
-        await self._until_idle(wait_s)
-        if hand_over and self.live:
+        before = self._resumed
+        await self._until_idle(wait_s, lambda: self._resumed == before)
+        if hand_over and self.live and self._resumed == before:
             await self.end_rest("this worker drains and its time is over")
         return self.live
 
@@ -96,6 +99,7 @@ class Intake:
         assert self.membership is not None
         await self._health.begin_again(self.canary)
         self._check_open()
+        self._resumed += 1
         self._server.take_work_again()
         self.membership.publish(state=State.READY)
         _log.info("takes work again")
@@ -106,7 +110,7 @@ class Intake:
         if self.membership is None:
             raise FailedPrecondition("this process has not joined the cluster yet")
 
-    async def _until_idle(self, seconds: float) -> None:
+    async def _until_idle(self, seconds: float, on: Callable[[], bool] = lambda: True) -> None:
         deadline = self._clock.monotonic() + seconds
-        while self.live and self._clock.monotonic() < deadline:  # noqa: ASYNC110 - see POLL_S
+        while self.live and on() and self._clock.monotonic() < deadline:  # noqa: ASYNC110 - see POLL_S
             await asyncio.sleep(POLL_S)

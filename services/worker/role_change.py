@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Final
 
 from headrace.services.runtime import logs
@@ -24,6 +25,7 @@ from headrace.services.worker.lives import WorkerLives, start_of
 from headrace.services.worker.settings import WorkerSettings
 
 POLL_S: Final = 0.02
+CHANGING: Final = "the role changes"
 _log = logs.get(__name__)
 Writable = Callable[[], Awaitable[int]]
 """How many rows or the like a peer may still write."""
@@ -54,7 +56,7 @@ class RoleChange:
         if self._lives.changing or intake.ending:
             raise FailedPrecondition("a change of role is under way, or the process ends")
         self._lives.begin(own, role)
-        intake.ending = "the role changes"
+        intake.ending = CHANGING
         _log.info("the role changes", old=own.value, new=role.value, wait_seconds=wait_s)
         self._process.life.spawn(self._change(settings, wait_s), "role-change")
 
@@ -75,8 +77,10 @@ class RoleChange:
             await self._until_quiet()
         except FailedPrecondition as error:
             self._lives.failed(error)
-            intake.ending = ""
-            await intake.resume()
+            if intake.ending == CHANGING:  # else the process ends, and drains
+                intake.ending = ""
+                with suppress(FailedPrecondition):  # it ends since the canary began
+                    await intake.resume()
             return
         self._lives.starting()
         self._process.life.become(start_of(settings, self._lives), self._back, f"becomes a {settings.ROLE}")
