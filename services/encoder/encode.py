@@ -15,7 +15,7 @@ from headrace.engine.vision.preprocess import ImageLimits, preprocess
 from headrace.engine.vision.tower import VisionTower
 from headrace.services.encoder.cache import EmbeddingCache, Entry
 from headrace.services.runtime import logs
-from headrace.services.runtime.errors import HeadraceError, Internal, InvalidArgument, Unimplemented
+from headrace.services.runtime.errors import HeadraceError, Internal, InvalidArgument, Unavailable, Unimplemented
 from headrace.services.runtime.images import cache_key, content_digest, resized_config
 from headrace.v1 import inference_pb2
 
@@ -72,7 +72,7 @@ class ImageEncoder:
         except HeadraceError as error:
             self._cache.fail(entry, error)
         except asyncio.CancelledError:
-            self._cache.fail(entry, Internal("the encoder stopped"))
+            self._cache.fail(entry, Unavailable("this encoder stops; send the image to another one"))
             raise
         except Exception as error:  # noqa: BLE001 - L13: whatever one image does, the encoder lives on
             _log.error("encoding failed", exc_info=error)

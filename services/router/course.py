@@ -24,11 +24,11 @@ from headrace.router.balancers.conditional import computed_at_decode
 from headrace.router.topology import RankId, Role
 from headrace.services.router.admission import Turn
 from headrace.services.router.adoption import Adopted, Adoption
-from headrace.services.router.attach import Overtaken
 from headrace.services.router.attempt import Attempts
 from headrace.services.router.booking import Reservation
 from headrace.services.router.event_stream import EventStream
-from headrace.services.router.images import EncodedImages, ImageStage, retry_elsewhere
+from headrace.services.router.failures import may_do_better, told
+from headrace.services.router.images import EncodedImages, ImageStage
 from headrace.services.router.merge import merged
 from headrace.services.router.parts import Part
 from headrace.services.router.place import Placed
@@ -37,21 +37,10 @@ from headrace.services.router.report import RequestLog
 from headrace.services.router.reserve import Reserver
 from headrace.services.router.settings import RequestSection
 from headrace.services.router.tenants import Tenant
-from headrace.services.router.workers import Workers
+from headrace.services.router.workers import ModelGroup, Workers
 from headrace.services.runtime import logs
 from headrace.services.runtime.clock import Clock
-from headrace.services.runtime.errors import (
-    READER,
-    Aborted,
-    Cancelled,
-    DeadlineExceeded,
-    HeadraceError,
-    Internal,
-    PermissionDenied,
-    ResourceExhausted,
-    Unauthenticated,
-    Unavailable,
-)
+from headrace.services.runtime.errors import HeadraceError, Internal, ResourceExhausted, Unavailable
 from headrace.v1 import inference_pb2
 
 _log = logs.get(__name__)
@@ -122,14 +111,28 @@ class Course:
             if self._encodings > 1:
                 prepared = replace(prepared, request_id=f"{prepared.request_id}~{self._encodings}")
             group = self._means.workers.group()
-            leased = self._means.images.leased(prepared, self._tenant.keys, group, self._deadline)
-            self._images = await self._stack.enter_async_context(leased)
+            self._images = await self._leased(prepared, group)
             self._log.encoder(self._images)
             if self._encodings > 1 and [image.content_digest for image in before.images] != [
                 image.content_digest for image in self._images.images
             ]:
                 raise Internal("an encoder made other images of the same request; report it to the operator")
             return self._images
+
+    async def _leased(self, prepared: Prepared, group: ModelGroup) -> EncodedImages:
+        """A request that has begun does not end because the encoders are full for a moment: it waits like for one that
+        is to take a failed one's place."""
+        clock = self._means.clock
+        until = min(self._deadline, clock.monotonic() + self._means.limits.recovery_seconds)
+        while True:
+            leased = self._means.images.leased(prepared, self._tenant.keys, group, self._deadline)
+            try:
+                return await self._stack.enter_async_context(leased)
+            except ResourceExhausted as full:
+                pause = max(POLL_S, full.retry_after_s or 0.0)
+                if self._encodings == 1 or clock.monotonic() + pause > until:
+                    raise
+            await asyncio.sleep(pause)
 
     async def run(
         self, part: Part, adopted: Adopted | None = None
@@ -158,7 +161,7 @@ class Course:
                         yield response
                 return
             except HeadraceError as error:
-                failure = self._told(error)
+                failure = told(error, late=self._means.clock.monotonic() >= self._deadline)
             finally:
                 if reservation is not None:
                     self._means.attempts.abandon(reservation)
@@ -278,38 +281,12 @@ class Course:
             # Whatever it was, prefill may have failed for want of the embeddings; a sound encoder has them still.
             images.gone.set()
 
-    def _told(self, failure: HeadraceError) -> HeadraceError:
-        """What the client is told of it: once the deadline has passed, workers end the request each in its own words,
-        as that the other one has no reservation any more."""
-        if isinstance(failure, PermissionDenied | Unauthenticated):
-            # Of one process towards another: nothing that the client could change.
-            refused = Unavailable("workers of the cluster refuse one another; the router's log says why, repeat later")
-            refused.__cause__ = failure
-            return refused
-        if isinstance(failure, Cancelled):
-            # A client that leaves cancels this task. So a worker was told by another one, which has given up its part:
-            # decode calls a run back when the reservation has ended, as it does while this router stands still.
-            ended = Unavailable(f"a worker ended the attempt: {failure.message}")
-            ended.__cause__ = failure
-            return ended
-        if self._means.clock.monotonic() < self._deadline or isinstance(failure, Overtaken | DeadlineExceeded):
-            return failure
-        late = DeadlineExceeded("the deadline passed at the workers")
-        late.__cause__ = failure
-        return late
-
     def _may_go_on(self, part: Part, failure: HeadraceError, *, placed: bool) -> bool:
-        """Whether another attempt may do better. A newer attempt elsewhere is the end of this one (L16)."""
+        """Whether another attempt may do better, and there is one left, and time."""
         limits, now = self._means.limits, self._means.clock.monotonic()
-        if isinstance(failure, ResourceExhausted) and failure.field == READER:
+        if part.tries >= limits.max_attempts or now >= self._deadline:
             return False
-        if isinstance(failure, Overtaken) or part.tries >= limits.max_attempts or now >= self._deadline:
-            return False
-        if placed:
-            return retry_elsewhere(failure)
-        fresh = part.tries == 1 and not self._known(part)
-        # An id that was used before: the number of this attempt may be too low.
-        return isinstance(failure, Aborted) if fresh else isinstance(failure, Unavailable)
+        return may_do_better(failure, placed=placed, fresh=part.tries == 1 and not self._known(part))
 
     async def _replacement(self, tries: int) -> None:
         """Wait a while for workers that can take the place of those that failed; go on without them then."""

@@ -77,7 +77,8 @@ class Reserver:
         earlier attempt of the request come last. Those that may have promised room unheard are added to `unclear`, and
         not asked again: what this number promised there is on its way to be given back.
 
-        Raises the last refusal (RESOURCE_EXHAUSTED before NEVER_FITS), Rejected by the balancer, NeverFits when no
+        Raises a refusal (RESOURCE_EXHAUSTED before UNAVAILABLE before others: who may do it later decides), Rejected by
+        the balancer, NeverFits when no
         rank of a role is large enough, or Unavailable when there is nobody.
         """
         fleet = self._workers.fleet
@@ -100,7 +101,8 @@ class Reserver:
             raise Unavailable("no decode replica answers; try again shortly", retry_after_s=1.0)
         if not refusals:
             raise _nobody(fleet, placed.routing)
-        raise next((error for error in refusals if isinstance(error, ResourceExhausted)), refusals[-1])
+        passing = (error for kind in (ResourceExhausted, Unavailable) for error in refusals if isinstance(error, kind))
+        raise next(passing, refusals[-1])
 
     def uncached_tokens(self, routing: RoutingRequest) -> int:
         """What the rank that has most of the prompt would have to compute: an estimate, which prefill corrects."""

@@ -18,7 +18,7 @@ from headrace.services.router.balance import Balance
 from headrace.services.router.reserve import Reserver
 from headrace.services.router.settings import BalanceSection
 from headrace.services.runtime.clock import SystemClock
-from headrace.services.runtime.errors import InvalidArgument, NeverFits, ResourceExhausted, Unavailable
+from headrace.services.runtime.errors import HeadraceError, InvalidArgument, NeverFits, ResourceExhausted, Unavailable
 from headrace.v1 import common_pb2, prefill_pb2
 from tests.router.balancers.fleets import decodes, fleet_of, prefills, request
 
@@ -132,6 +132,21 @@ async def test_select_is_reserve_down_the_list() -> None:
         await maker.reserve(PLACED, 1, 1e9)
     assert sorted(asked) == [f"ddc{index:03}" for index in range(4)]
     assert fleet.idle
+
+
+async def test_who_may_do_it_later_decides_what_is_told() -> None:
+    """L12, L15: a small decode that never fits says nothing of a large one that does not answer now."""
+    never, away = NeverFits("too long"), Unavailable("does not answer")
+    for errors in ((never, away), (away, never)):
+        left = list(errors)
+        maker, _, _ = reserver(set(), never, 2)
+
+        async def reserve_at(*_: object, left: list[HeadraceError] = left) -> Pair:
+            raise left.pop(0)
+
+        maker._reserve_at = reserve_at
+        with pytest.raises(Unavailable, match="does not answer"):
+            await maker.reserve(PLACED, 1, 1e9)
 
 
 async def test_who_may_have_promised_room_unheard_is_not_asked_again() -> None:

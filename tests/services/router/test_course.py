@@ -27,6 +27,7 @@ from headrace.services.runtime.errors import (
     Aborted,
     Cancelled,
     HeadraceError,
+    Internal,
     InvalidArgument,
     NotFound,
     PermissionDenied,
@@ -66,6 +67,10 @@ class Site:
     """By the next reservations."""
     unclear: frozenset[RankId] = frozenset()
     """Ranks that did not answer those in time."""
+    refuse_later: list[HeadraceError] = field(default_factory=list)
+    """By the reservations after the first attempt."""
+    full: list[HeadraceError | None] = field(default_factory=list)
+    """By the next encodings; None: no refusal."""
     encoder_leaves: bool = False
     """While the request waits for room."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
@@ -86,6 +91,8 @@ class Site:
         if self.refuse:
             unclear |= self.unclear
             raise self.refuse.pop(0)
+        if self.asked and self.refuse_later:
+            raise self.refuse_later.pop(0)
         spec = placed.spec
         delivered = [list(state.delivered_token_ids) for state in spec.choices]
         self.asked.append(Asked(spec.id.request_id, attempt, delivered, frozenset(failed)))
@@ -132,6 +139,8 @@ class Site:
 
     @asynccontextmanager
     async def leased(self, prepared: Any, *_: object) -> AsyncIterator[EncodedImages]:
+        if self.full and (refusal := self.full.pop(0)) is not None:
+            raise refusal
         self.encoded += 1
         image = encoder_pb2.EncodedImage(content_digest=b"d" * 32)
         encoder = SimpleNamespace(id=self.members[Role.ENCODER][0], role=Role.ENCODER, host="")
@@ -376,6 +385,34 @@ async def test_it_waits_for_somebody_to_take_a_dead_ones_place() -> None:
     site.members[Role.PREFILL] = [first, second]
     assert tokens(await running) == {0: WHOLE[0]}
     assert site.asked[1].avoided == {first}
+
+
+@pytest.mark.parametrize("patience", [60.0, 0.0])
+async def test_encoders_that_are_full_for_a_moment_end_no_request_that_runs(patience: float) -> None:
+    """L15, L12: its encoder died, and the others are busy: it waits a while. A new one is turned away at once."""
+    full = ResourceExhausted("the embedding pool is full of leased images", retry_after_s=0.01)
+    site = Site(fail=lambda asked: (2, Unavailable("gone")) if asked.attempt == 1 else None, handed_over=False)
+    site.full = [None, full, full]
+    responses = await site.run(images=True, recovery_seconds=patience)
+    if patience:
+        assert tokens(responses) == {0: WHOLE[0]}
+    else:
+        (end,) = [response.finished for response in responses if response.HasField("finished")]
+        assert end.error.code == common_pb2.ERROR_CODE_RESOURCE_EXHAUSTED
+    site = Site(full=[full])
+    with pytest.raises(ResourceExhausted):
+        await site.run(images=True, recovery_seconds=60.0)
+
+
+@pytest.mark.parametrize(("error", "again"), [(Internal("x"), True), (NotFound("x"), True), (Aborted("newer"), False)])
+async def test_a_reservation_that_fails_once_more_ends_no_request_that_runs(error: HeadraceError, again: bool) -> None:
+    """L15: the only decode that is left fails once, in whatever way. A newer attempt is the end (L16)."""
+    site = Site(fail=lambda asked: (2, Unavailable("gone")) if asked.attempt == 1 else None)
+    site.refuse_later = [error]
+    responses = await site.run()
+    assert len(site.asked) == (2 if again else 1)
+    (end,) = [response.finished for response in responses if response.HasField("finished")]
+    assert end.HasField("error") is not again
 
 
 async def test_a_choice_that_fails_late_does_not_blame_the_pictures_of_another() -> None:
