@@ -127,12 +127,12 @@ class Attempts:
         pair, worked = reservation.pair, None
         rank = pair.prefill.id
 
-        def recall_it() -> None:
+        def left() -> None:
             reservation.prefill_gone = True
             self._workers.spawn(self._recall(reservation))
 
         try:
-            with closed_is_unavailable(f"prefill replica {rank.replica_id}", recall_it):
+            with closed_is_unavailable(f"prefill replica {rank.replica_id}", left):
                 async for response in call:
                     if response.HasField("handed_over"):
                         reservation.prefill = response.handed_over.report
@@ -147,9 +147,11 @@ class Attempts:
             raise Internal("prefill ended its stream without a result")
         except grpc.aio.AioRpcError as error:
             typed = from_rpc_error(error)
-            if isinstance(typed, Unavailable):
-                recall_it()
-            reservation.prefill_gone = reservation.prefill_gone and not told_by_peer(error)
+            if isinstance(typed, Unavailable) and not told_by_peer(error):
+                left()
+            elif isinstance(typed, Unavailable) or not told_by_peer(error):
+                # As a stream that was reset, or a message too large for prefill: it may not have arrived.
+                self._workers.spawn(self._recall(reservation))
             raise typed from error
         finally:
             call.cancel()

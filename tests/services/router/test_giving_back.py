@@ -8,14 +8,23 @@ from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
+from headrace.router.topology import RankId
 from headrace.services.router.attach import Feed
 from headrace.services.router.attempt import Attempts
 from headrace.services.router.generate import _before
 from headrace.services.runtime.clock import SystemClock
-from headrace.services.runtime.errors import DeadlineExceeded, Unavailable
-from headrace.v1 import common_pb2, decode_pb2
+from headrace.services.runtime.errors import (
+    DeadlineExceeded,
+    HeadraceError,
+    Internal,
+    Unavailable,
+    trailing_metadata,
+)
+from headrace.v1 import common_pb2, decode_pb2, prefill_pb2
 
 
 class _Feed:
@@ -117,6 +126,55 @@ async def test_a_failed_prefill_ends_the_attempt_unless_decode_has_it(
     else:
         with pytest.raises(Unavailable, match="prefill is gone"):
             await following
+
+
+@pytest.mark.parametrize(
+    ("code", "told", "recalled", "gone"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, False, True, True),
+        (grpc.StatusCode.INTERNAL, False, True, False),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, False, True, False),
+        (grpc.StatusCode.UNAVAILABLE, True, True, False),
+        (grpc.StatusCode.INTERNAL, True, False, False),
+    ],
+)
+async def test_a_run_that_broke_without_prefills_word_is_recalled(
+    monkeypatch: pytest.MonkeyPatch, code: grpc.StatusCode, *, told: bool, recalled: bool, gone: bool
+) -> None:
+    """L7: it may never have arrived, and its rows would wait for a word that nobody says. Only of one that cannot be
+    reached another one is waited for."""
+    word = Unavailable("this replica is draining") if code is grpc.StatusCode.UNAVAILABLE else Internal("a defect")
+    error = trailing_metadata(word) if told else ()
+    failure = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*error), "broken")
+
+    class Call:
+        """Of a run."""
+
+        async def __aiter__(self) -> AsyncIterator[prefill_pb2.RunResponse]:
+            raise failure
+            yield
+
+        def cancel(self) -> None:
+            """It is over."""
+
+    asked: list[object] = []
+
+    async def recall(reservation: object) -> None:
+        asked.append(reservation)
+
+    fleet = SimpleNamespace(end=lambda *_: None)
+    workers: Any = SimpleNamespace(fleet=fleet, spawn=asyncio.ensure_future)
+    attempts = Attempts(workers, SimpleNamespace(drop=lambda _: None), SystemClock())  # type: ignore[arg-type]
+    monkeypatch.setattr(attempts, "_recall", recall)
+    pair = SimpleNamespace(
+        prefill=SimpleNamespace(id=RankId("p", "1", 0)), decode=SimpleNamespace(id=RankId("d", "1", 0))
+    )
+    feed = SimpleNamespace(attempt=common_pb2.AttemptId())
+    reservation: Any = SimpleNamespace(pair=pair, feed=feed, expectation=None, prefill_gone=False)
+    with pytest.raises(HeadraceError):
+        await attempts._prefill(Call(), reservation)  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    assert (asked == [reservation], reservation.prefill_gone) == (recalled, gone)
 
 
 async def test_a_silent_decode_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
