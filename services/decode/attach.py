@@ -28,6 +28,9 @@ from headrace.v1 import common_pb2, decode_pb2
 _log = logs.get(__name__)
 WORD_S = 0.1
 """A router that has heard something so recently needs no word of its own."""
+MOST_TOKENS = 16384
+"""In one message, unless a single request's credit is more. A step has one per sequence; but a stream that opens again
+brings all that waits, a token with its log-probabilities may take 600 B, and a message that is too large breaks it."""
 
 
 class RouterStream:
@@ -188,16 +191,22 @@ class AttachHub:
                 _log.info("router detached", incarnation=short(stream.router))
 
     def _message(self, stream: RouterStream) -> decode_pb2.AttachResponse | None:
-        """News of all requests of the router since the last message; an empty one if it has waited for a word."""
-        events = []
-        for key in stream.dirty:
+        """News of the router's requests since the last message, of all unless that is very much; an empty one if it has
+        waited for a word."""
+        events: list[decode_pb2.RequestEvents] = []
+        size = 0
+        for key in tuple(stream.dirty):
+            if size >= MOST_TOKENS:
+                stream.wake.set()
+                break
+            del stream.dirty[key]
             journal = self._journals.get(key)
             if journal is None or journal.router != stream.router or journal.adopted:
                 continue
             news = journal.take()
             if news is not None:
                 events.append(news)
-        stream.dirty.clear()
+                size += sum(len(tokens.token_ids) for tokens in news.tokens)
         unknown, stream.unknown = stream.unknown, []
         overtaken, stream.overtaken = stream.overtaken, []
         now = self._clock.monotonic()

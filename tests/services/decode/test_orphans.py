@@ -6,8 +6,11 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from headrace.engine.messages import Cancel, Credit, Finished, FinishReason, PromptCounts, Renew, Tokens, Usage
 from headrace.engine.request import RequestKey
+from headrace.services.decode import attach
 from headrace.services.decode.attach import AttachHub
 from headrace.services.decode.journal import RequestJournal, Start
 from headrace.services.decode.journals import Journals
@@ -261,6 +264,23 @@ def test_ends_that_nobody_took_are_kept_for_a_client_that_resumes() -> None:
     site.clock.advance(2.0)
     site.hub.reap()
     assert len(site.journals) == 0
+
+
+async def test_what_has_waited_comes_in_bounded_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """L12, L15: a router that stood still attaches again. One message of all that waits could exceed the limit of gRPC,
+    break the stream, and be sent again, for ever."""
+    monkeypatch.setattr(attach, "MOST_TOKENS", 4)
+    site = Hub()
+    keys = [site.begin(f"r{index}") for index in range(5)]
+    for key in keys:
+        site.brings(key, 0, 1, 2, 3)
+    stream = site.attach(OLD, *(attached(key) for key in keys))
+    await stream.next()
+    sizes: list[int] = []
+    while sum(sizes) < 5:
+        sizes.append(len((await stream.next()).requests))
+    assert sizes == [2, 2, 1]
+    await stream.close()
 
 
 async def test_a_router_that_lost_a_request_cannot_cancel_it() -> None:
