@@ -162,7 +162,7 @@ async def start(settings: DecodeSettings, lives: WorkerLives, life: Lifecycle) -
 
     await process.serve(
         inspect,
-        lambda: hub.undelivered,
+        lambda: hub.undelivered + servicer.reserving,
         published,
         caches,
         hand_over=hand_over,

@@ -63,10 +63,18 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._clock = clock
         self._agent = common_pb2.TransferAgent()
         self.announce()
+        self._reserving: set[object] = set()
+        """Calls under way."""
         self.refused = 0
         """Reservations refused."""
         self.resends = 0
         """Commits answered with a resend: rows that did not match their checksum."""
+
+    @property
+    def reserving(self) -> int:
+        """Reservations that are not answered: one that waits for its grammar has no journal, and is about to get rows
+        that a peer may write."""
+        return len(self._reserving)
 
     def announce(self) -> common_pb2.TransferAgent:
         """Describe the landing memory anew; called when it has changed."""
@@ -77,11 +85,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: _Context) -> decode_pb2.ReserveResponse:
         """See decode.proto. Answered between two steps."""
+        call = object()
+        self._reserving.add(call)
         try:
             return await self._reserve(request)
         except BaseException:
             self.refused += 1
             raise
+        finally:
+            self._reserving.discard(call)
 
     async def _reserve(self, request: decode_pb2.ReserveRequest) -> decode_pb2.ReserveResponse:
         if request.embeddings:

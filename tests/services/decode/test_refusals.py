@@ -43,7 +43,10 @@ async def test_what_is_refused_is_forgotten(monkeypatch: pytest.MonkeyPatch, *, 
     """L10, L19: a router that gave up waiting hears no refusal, and a drain must not wait for that request for ever."""
     wanted: Any = SimpleNamespace(key=RequestKey("r", 1), delivered_to=lambda choice: ())
 
+    compiling = asyncio.Event()
+
     async def compiled(bare: Any, grammars: object) -> Any:
+        await compiling.wait()
         return bare
 
     monkeypatch.setattr(service, "engine_request", lambda *_, **__: wanted)
@@ -58,8 +61,12 @@ async def test_what_is_refused_is_forgotten(monkeypatch: pytest.MonkeyPatch, *, 
         router=common_pb2.PeerId(replica_id="router-0", incarnation="1" * 32),
         choices=[common_pb2.ChoiceState()],
     )
-    call: Any = service.DecodeServicer(*parts).Reserve(decode_pb2.ReserveRequest(spec=spec), None)  # type: ignore[arg-type]
+    served = service.DecodeServicer(*parts)
+    call: Any = served.Reserve(decode_pb2.ReserveRequest(spec=spec), None)  # type: ignore[arg-type]
     reserving = asyncio.ensure_future(call)
+    await asyncio.sleep(0)
+    assert (hub.open, served.reserving) == (0, 1), "a drain, and a change of role with its memory, waits for it too"
+    compiling.set()
     await link.asked.wait()
     assert hub.open == 1
     if left:
@@ -73,4 +80,4 @@ async def test_what_is_refused_is_forgotten(monkeypatch: pytest.MonkeyPatch, *, 
             await reserving
     for _ in range(3):
         await asyncio.sleep(0)
-    assert hub.open == 0
+    assert (hub.open, served.reserving) == (0, 0)
