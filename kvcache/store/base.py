@@ -213,7 +213,8 @@ class Store(ABC):
 
     @abstractmethod
     def pin(self, keys: Sequence[Key]) -> int:
-        """Keep entries until unpinned by dropping them; returns how many are kept. Raises CapabilityMissing."""
+        """Keep entries until unpinned by dropping them; returns how many are kept. Raises CapabilityMissing, and
+        StoreError when some may be kept and nobody can say yet."""
 
     @abstractmethod
     def collect(self) -> CollectReport:

@@ -122,7 +122,13 @@ class SegmentStore(Store):
         until = time.monotonic() + _PIN_S
         kept = len(rows) - len(loose)
         for ticket in self._parts.rewriter.rewrite([Again(row, RetentionClass.PINNED) for row in loose], epoch):
-            kept += sum(ticket.durable.result(timeout=max(0.0, until - time.monotonic())))
+            try:
+                kept += sum(ticket.durable.result(timeout=max(0.0, until - time.monotonic())))
+            except TimeoutError as error:
+                raise StoreError(
+                    f"{kept} of {len(keys)} are kept, the others were not durable within {_PIN_S:.0f} s: the disk or the "
+                    "index is slow; pin again"
+                ) from error
         return kept
 
     def collect(self) -> CollectReport:

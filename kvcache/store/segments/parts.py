@@ -278,8 +278,13 @@ class Parts:
         for path in self.own.paths():
             self._look(path)
         for path in self.committer.untold(self.own.paths()):
-            _log.info("%d records of %s are in the index now", self.adoption.reindex(path), path)
-            self.committer.told(path)
+            try:
+                _log.info("%d records of %s are in the index now", self.adoption.reindex(path), path)
+            except (OSError, IndexUnavailable) as error:
+                # The next tick tries again; what else there is to do waits for neither (L9).
+                _log.info("records of %s are not in the index yet: %s", path, error)
+            else:
+                self.committer.told(path)
 
     def _look(self, path: str) -> None:
         """Learn what other processes erased. A segment of ours that an erasure covers takes nothing more: what came
