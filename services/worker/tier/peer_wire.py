@@ -36,6 +36,8 @@ from headrace.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 FETCHED = "fetched entries"
 """Name under which the buffer is registered."""
 RELEASE_TIMEOUT_S: Final = 1.0
+REMEMBERED: Final = 10_000
+"""Dead peers; a fetch from one that has been forgotten began before ten thousand others died."""
 NOTHING_POSTED: Final = frozenset(
     {
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -133,6 +135,8 @@ class GrpcPeerWire:
         self._loop = asyncio.get_running_loop()
         self._unquiet: dict[str, set[Fetching]] = {}
         """Fetches that a lessor writes, until it says that it is done."""
+        self._dead: dict[str, None] = {}
+        """Incarnations known to be dead, which never come back (L14); the last ones."""
 
     def candidates(self) -> Sequence[str]:
         return self._lessors.order
@@ -184,6 +188,9 @@ class GrpcPeerWire:
 
     def lessor_died(self, incarnation: str) -> None:
         """On evidence: nothing of it writes here any more (L6). On the loop's thread."""
+        self._dead[incarnation] = None
+        while len(self._dead) > REMEMBERED:
+            del self._dead[next(iter(self._dead))]
         for fetching in self._unquiet.pop(incarnation, set()):
             _end(fetching, PeerUnreachable(f"{short(incarnation)} is dead"))
 
@@ -219,8 +226,11 @@ class GrpcPeerWire:
     async def _have_sent(
         self, fetching: Fetching, peer: str, lease: Granted, arrivals: Sequence[Arrival], ends: float
     ) -> None:
-        """Let the lessor write. From here on only its word, or its death, says that the buffer is quiet."""
-        own = self._own
+        """Let the lessor write. From here on only its word, or its death, says that the buffer is quiet. Raises
+        PeerUnreachable, and nothing was asked of it: it has left, or died, while it was connected to."""
+        own, endpoint = self._own, self._lessors.find(peer).endpoint
+        if peer in self._dead:
+            raise PeerUnreachable(f"{short(peer)} is dead")
         request = cache_pb2.SendRequest(
             lease_id=lease.id,
             reader=agent_to_wire(self._transfer.describe(), own.peer.replica_id, own.model, own.signer),
@@ -234,7 +244,7 @@ class GrpcPeerWire:
         self._unquiet.setdefault(peer, set()).add(fetching)
         late = self._loop.call_at(ends, _settle, fetching, PeerUnreachable(f"{short(peer)} is late"))
         try:
-            answer = await self._call(peer, call)
+            answer = await self._call(peer, call, endpoint)
         except PeerUnreachable as error:
             _settle(fetching, error)
             cause = error.__cause__
@@ -249,11 +259,14 @@ class GrpcPeerWire:
         _end(fetching, None)
 
     async def _call(
-        self, peer: str, call: Callable[[cache_pb2_grpc.CachePeerServiceAsyncStub], Coroutine[Any, Any, Any]]
+        self,
+        peer: str,
+        call: Callable[[cache_pb2_grpc.CachePeerServiceAsyncStub], Coroutine[Any, Any, Any]],
+        endpoint: str = "",
     ) -> Any:
-        """Raises PeerUnreachable."""
+        """`endpoint`: where it is, if the caller knows. Raises PeerUnreachable."""
         try:
-            async with self._channels.use(self._lessors.find(peer).endpoint) as channel:
+            async with self._channels.use(endpoint or self._lessors.find(peer).endpoint) as channel:
                 return await call(cache_pb2_grpc.CachePeerServiceStub(channel))
         except grpc.aio.AioRpcError as error:
             raise PeerUnreachable(f"{short(peer)}: {error.code().name}: {error.details()}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,7 +13,7 @@ from headrace.kvcache.entries import EntryInfo, EntryKind, RetentionClass, paylo
 from headrace.kvcache.handle import PayloadKind
 from headrace.kvcache.host.arena import arena_shape
 from headrace.kvcache.host.leases import LeaseTable
-from headrace.kvcache.host.peers import PeerUnreachable, RemoteEntry
+from headrace.kvcache.host.peers import Arrival, Granted, PeerUnreachable, RemoteEntry
 from headrace.kvcache.host.tier import HostTier
 from headrace.kvcache.host.types import Pinned
 from headrace.kvcache.memory import buffer_of, host_slabs
@@ -23,10 +23,12 @@ from headrace.kvcache.transfer.regions import RegionDescription, RegionRole
 from headrace.services.runtime.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from headrace.services.runtime.registry.base import Rank, Replica, Role, State
 from headrace.services.runtime.registry.embedded import EmbeddedRegistry
+from headrace.services.worker.channels import Channels
 from headrace.services.worker.signing import UNSIGNED
+from headrace.services.worker.tier import peer_wire
 from headrace.services.worker.tier.peer_messages import MAX_KEYS, keys_from_wire, leased_from_wire, leased_to_wire
 from headrace.services.worker.tier.peer_service import CachePeerServicer
-from headrace.services.worker.tier.peer_wire import Lessors, Reader
+from headrace.services.worker.tier.peer_wire import GrpcPeerWire, Lessors, Reader
 from headrace.services.worker.transfer_wire import agent_from_wire, agent_to_wire
 from headrace.v1 import cache_pb2, common_pb2
 
@@ -261,3 +263,40 @@ async def test_a_send_pins_until_the_wire_is_quiet_whoever_still_listens() -> No
     copy.terminal.set_result("done")
     assert lessor.leases.stats().sending == 0
     assert lessor.tier.integrity().idle
+
+
+class SlowTransfer:
+    """Connects when it is told to, over TCP."""
+
+    def __init__(self) -> None:
+        self.connecting: Future[None] = Future()
+        self.asked = asyncio.Event()
+
+    def wire_to(self, peer: str) -> str | None:
+        return "tcp" if self.connecting.done() else None
+
+    def connect(self, description: PeerDescription) -> Future[None]:
+        self.asked.set()
+        return self.connecting
+
+    def describe(self) -> PeerDescription:
+        return agent(OWN)
+
+
+@pytest.mark.parametrize("told", ["it left", "it died"])
+async def test_a_lessor_that_goes_while_it_is_connected_to_leaves_no_quarantine(told: str) -> None:
+    """L7: nothing was asked of it, and nobody will say so again; both watches of the registry go their own pace."""
+    own = Reader(common_pb2.PeerId(incarnation=OWN), IDENTITY, "local", "here", UNSIGNED)
+    lessors, transfer = Lessors(own), SlowTransfer()
+    lessors._members[OTHER] = (False, peer_wire.Lessor("127.0.0.1:1", agent(OTHER)))
+    wire = GrpcPeerWire(own, lessors, transfer, cast(Channels, None))  # type: ignore[arg-type]
+    arrivals = [Arrival(RemoteEntry(info(1), 0, 1), 0)]
+    fetching = wire.fetch(OTHER, Granted("1", (arrivals[0].entry,)), arrivals, 60.0)
+    await transfer.asked.wait()
+    if told == "it left":
+        lessors._members.clear()
+    wire.lessor_died(OTHER)
+    transfer.connecting.set_result(None)
+    assert isinstance(await asyncio.to_thread(fetching.settled.exception, 60), PeerUnreachable)
+    await asyncio.to_thread(fetching.terminal.result, 60)
+    assert wire.unquiet == 0
