@@ -126,8 +126,8 @@ class SegmentStore(Store):
                 kept += sum(ticket.durable.result(timeout=max(0.0, until - time.monotonic())))
             except TimeoutError as error:
                 raise StoreError(
-                    f"{kept} of {len(keys)} are kept, the others were not durable within {_PIN_S:.0f} s: the disk or the "
-                    "index is slow; pin again"
+                    f"{kept} of {len(keys)} are kept, the others were not durable within {_PIN_S:.0f} s: the disk "
+                    "or the index is slow; pin again"
                 ) from error
         return kept
 
