@@ -101,6 +101,13 @@ class WorkerProcess:
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
+    async def freeze(self) -> None:
+        """SIGSTOP, and wait until every thread stands still."""
+        self.send(signal.SIGSTOP)
+        async with asyncio.timeout(PATIENCE_S):
+            while not stands_still(self.process.pid):  # noqa: ASYNC110 - the kernel's doing
+                await asyncio.sleep(0.001)
+
     async def kill(self) -> None:
         """As the kernel's out-of-memory killer does it."""
         if self.process.returncode is None:
@@ -116,6 +123,12 @@ class WorkerProcess:
     def tail(self, lines: int = 30) -> str:
         """The last lines of its log."""
         return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+
+def stands_still(pid: int) -> bool:
+    """Whether every thread of a process is stopped (proc(5))."""
+    stats = [task.read_text(errors="replace") for task in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(stat.rpartition(")")[2].split()[0] in "TZ" for stat in stats)
 
 
 def busy(status: control_pb2.StatusResponse) -> str:

@@ -6,6 +6,7 @@ The steps stand apart, so that a test can stop between any two of them.
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -19,6 +20,8 @@ from headrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc, encoder_pb2, pr
 from tests.services.cluster import PATIENCE_S, WorkerProcess
 
 RENEW_S = 0.5
+FREEZES = 20
+"""Tries to stop a prefill before it has handed over."""
 ROOT = bytes(range(32))
 ROUTER = common_pb2.PeerId(replica_id="test-router", incarnation=new_incarnation())
 
@@ -27,6 +30,12 @@ def prompt_of(name: str, length: int, *, low: int = 3, high: int = 250) -> tuple
     """Plain token ids that depend on the name, so that prompts of different names share no prefix."""
     seed = sum(name.encode()) + 7 * len(name)
     return tuple(low + (seed * 31 + index * index * 17 + index * 5) % (high - low) for index in range(length))
+
+
+def prompt_of_its_own(name: str, length: int) -> tuple[int, ...]:
+    """Differs from the first token on from that of any other name: nothing of it is cached anywhere."""
+    dice = random.Random(name)
+    return tuple(dice.randrange(3, 250) for _ in range(length))
 
 
 def make_request(name: str, prompt: Sequence[int], **changes: object) -> EngineRequest:
@@ -256,17 +265,28 @@ class Driver:
         )
         return prefill_pb2_grpc.PrefillServiceStub(self.prefill.channel).Run(request, timeout=PATIENCE_S)
 
-    async def freeze_in_push(self, request: EngineRequest) -> Frozen:
-        """Begin a request, and stop its prefill when rows are on the way. It is renewed until it is forgotten."""
-        spec = spec_of(request, self.decode, router=self.router)
-        reserved = await self.reserve(spec)
-        self.stream.keep(spec.id)
-        call = self.run(spec, reserved)
-        async for response in call:
-            if response.HasField("progress") and response.progress.rows_pushed:
-                self.prefill.send(signal.SIGSTOP)
-                return Frozen(spec.id, call, len(reserved.landing.parts[0].rows))
-        raise AssertionError("the run ended before it was frozen")
+    async def freeze_in_push(self, name: str, length: int) -> Frozen:
+        """Begin a request of so many tokens that nothing is cached of, and stop its prefill when rows are on the way.
+        It is renewed until it is forgotten. One that was handed over before prefill stood still goes on to its end."""
+        for number in range(FREEZES):
+            request = make_request(f"{name}-{number}", prompt_of_its_own(f"{name}-{number}", length))
+            spec = spec_of(request, self.decode, router=self.router)
+            reserved = await self.reserve(spec)
+            self.stream.keep(spec.id)
+            call = self.run(spec, reserved)
+            async for response in call:
+                if response.HasField("progress") and response.progress.rows_pushed:
+                    break
+            await self.prefill.freeze()
+            rows = len(reserved.landing.parts[0].rows)
+            pools = {pool.name: pool for pool in (await self.decode.status()).pools}
+            if pools["landing_rows"].used == rows:
+                return Frozen(spec.id, call, rows)
+            self.prefill.send(signal.SIGCONT)
+            async for _ in call:
+                pass
+            await self.stream.complete(spec.id)
+        raise AssertionError("every run ended before it was frozen")
 
     async def generate(self, request: EngineRequest, **options: object) -> Answer:
         """The whole way of a request."""

@@ -17,18 +17,12 @@ from headrace.services.runtime.ids import new_incarnation
 from headrace.v1 import common_pb2
 from tests.services.cluster import PATIENCE_S, Cluster, WorkerProcess
 from tests.services.conftest import Offline
-from tests.services.driver import attached, make_request
+from tests.services.driver import attached, make_request, prompt_of_its_own
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 ROUNDS = int(os.environ.get("HEADRACE_ROUNDS", "4"))
 LONG = 600
 """Prompt tokens: 15 steps of 40."""
-
-
-def prompt(name: str) -> list[int]:
-    """Of its own from the first token on: nothing of it is cached anywhere."""
-    dice = random.Random(name)
-    return [dice.randrange(3, 250) for _ in range(LONG)]
 
 
 async def until_expired(decode: WorkerProcess, rows: int) -> None:
@@ -56,11 +50,11 @@ async def test_a_frozen_prefill_that_wakes_spoils_nobodys_tokens(
         quarantined = 0
         async with attached(frozen, decode, routers[0]) as first, attached(other, decode, routers[1]) as second:
             for index in range(ROUNDS):
-                pushing = await first.freeze_in_push(make_request(f"frozen-{index}", prompt(f"frozen-{index}")))
+                pushing = await first.freeze_in_push(f"frozen-{index}", LONG)
                 first.stream.forget(pushing.id)
                 await until_expired(decode, pushing.rows)
                 quarantined += sum(pool.quarantined for pool in (await decode.status()).pools) > 0
-                request = make_request(f"next-{index}", prompt(f"next-{index}"), max_tokens=24)
+                request = make_request(f"next-{index}", prompt_of_its_own(f"next-{index}", LONG), max_tokens=24)
                 running = asyncio.ensure_future(second.generate(request))
                 await asyncio.sleep(dice.random() * 0.3)
                 frozen.send(signal.SIGCONT)

@@ -83,7 +83,7 @@ async def test_memory_that_a_frozen_peer_may_write_is_not_given_back(cluster: Cl
     frozen, decode = await cluster.start("prefill"), await cluster.ensure("decode")
     incarnation = decode.replica.incarnation
     async with attached(frozen, decode) as driver:
-        pushing = await driver.freeze_in_push(make_request("frozen", prompt_of("frozen", LONG)))
+        pushing = await driver.freeze_in_push("frozen", LONG)
         await begin_change(decode, PREFILL, wait_ms=100)
         status = await ended_change(decode)
         assert status.role_change.state == control_pb2.ROLE_CHANGE_STATE_FAILED

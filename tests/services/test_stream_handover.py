@@ -107,7 +107,7 @@ async def test_a_frozen_sender_spoils_nothing_and_a_dead_one_leaves_nothing(
     """L6, L7: SIGSTOP in mid-push until the reservation is over, another request over the same decode, SIGCONT; then
     kill -9 in mid-push: every landing row is free, every token right."""
     driver = streaming.v3
-    frozen = await driver.freeze_in_push(make_request("frozen", prompt_of("frozen", 600)))
+    frozen = await driver.freeze_in_push("frozen", 600)
     driver.stream.forget(frozen.id)
     async with asyncio.timeout(PATIENCE_S):
         while (await driver.decode.status()).requests.live:  # noqa: ASYNC110
@@ -121,7 +121,7 @@ async def test_a_frozen_sender_spoils_nothing_and_a_dead_one_leaves_nothing(
     assert last.failed.target_lost, "nobody waits for it any more"
     await streaming.until_idle()
 
-    dying = await driver.freeze_in_push(make_request("dying", prompt_of("dying", 600)))
+    dying = await driver.freeze_in_push("dying", 600)
     await driver.prefill.kill()
     await driver.release(dying.id)
     await v3_cluster.until_idle()
