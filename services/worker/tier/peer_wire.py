@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 
 from headrace.kvcache.host.peers import Arrival, Fetching, Granted, PeerUnreachable
 from headrace.kvcache.keys import Key
+from headrace.kvcache.last_keys import LastKeys
 from headrace.kvcache.transfer.base import PeerDescription, TransferEngine
 from headrace.kvcache.transfer.copies import Direction, Span
 from headrace.kvcache.transfer.errors import TransferError
@@ -135,7 +136,7 @@ class GrpcPeerWire:
         self._loop = asyncio.get_running_loop()
         self._unquiet: dict[str, set[Fetching]] = {}
         """Fetches that a lessor writes, until it says that it is done."""
-        self._dead: dict[str, None] = {}
+        self._dead: LastKeys[str] = LastKeys(REMEMBERED)
         """Incarnations known to be dead, which never come back (L14); the last ones."""
 
     def candidates(self) -> Sequence[str]:
@@ -188,9 +189,7 @@ class GrpcPeerWire:
 
     def lessor_died(self, incarnation: str) -> None:
         """On evidence: nothing of it writes here any more (L6). On the loop's thread."""
-        self._dead[incarnation] = None
-        while len(self._dead) > REMEMBERED:
-            del self._dead[next(iter(self._dead))]
+        self._dead.add(incarnation)
         for fetching in self._unquiet.pop(incarnation, set()):
             _end(fetching, PeerUnreachable(f"{short(incarnation)} is dead"))
 
