@@ -37,7 +37,7 @@ from headrace.services.worker.signing import UNSIGNED
 from headrace.services.worker.transfer_wire import agent_to_wire, handle_from_wire, handle_to_wire
 from headrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests.services.cluster import PATIENCE_S, RPC, Cluster, WorkerProcess
-from tests.services.driver import make_request, prompt_of, spec_of
+from tests.services.driver import make_request, prompt_of_its_own, spec_of
 from tests.services.tiny import BLOCK
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -161,7 +161,7 @@ async def receiver(v3_cluster: Cluster) -> AsyncIterator[Receiver]:
 
 
 def spec_for(receiver: Receiver, name: str, length: int, attempt: int = 1) -> common_pb2.RequestSpec:
-    return spec_of(make_request(name, prompt_of(name, length)), receiver.prefill, attempt=attempt)
+    return spec_of(make_request(name, prompt_of_its_own(name, length)), receiver.prefill, attempt=attempt)
 
 
 async def test_what_was_damaged_is_pushed_again(receiver: Receiver) -> None:
