@@ -155,6 +155,7 @@ def measure_case(directory: Path, case: Case, rounds: int, threads: tuple[int, .
                 ("write", partial(writer.write, case, entries(case, payload))),
             ]
             for what, step in steps if turn % 2 == 0 else reversed(steps):
+                os.sync()  # nobody pays for what the step before has left to be written
                 timings.add(what, count, step())
             reader.close()
             writer.close()
