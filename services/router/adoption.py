@@ -28,7 +28,7 @@ from headrace.services.runtime.errors import (
     HeadraceError,
     Unavailable,
     closed_is_unavailable,
-    from_rpc_error,
+    typed,
 )
 from headrace.services.runtime.ids import new_request_id
 from headrace.services.runtime.intercept import request_metadata
@@ -117,8 +117,7 @@ class Adoption:
                     decode_pb2.AdoptRequest(spec=placed.spec), timeout=self._timeout_s, metadata=request_metadata()
                 )
         except (HeadraceError, grpc.aio.AioRpcError) as failure:
-            error = from_rpc_error(failure) if isinstance(failure, grpc.aio.AioRpcError) else failure
-            _log.info("an orphan could not be asked for", replica=worker.replica.id, error=str(error))
+            _log.info("an orphan could not be asked for", replica=worker.replica.id, error=str(typed(failure)))
             return decode_pb2.AdoptResponse()
 
     async def events(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from headrace.services.runtime import logs
-from headrace.services.runtime.errors import Unavailable, closed_is_unavailable, from_rpc_error
+from headrace.services.runtime.errors import Unavailable, closed_is_unavailable, from_rpc_error, typed
 from headrace.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ async def release(stub: decode_pb2_grpc.DecodeServiceAsyncStub, attempt: common_
                 timeout=RELEASE_TIMEOUT_S,
             )
     except (Unavailable, grpc.aio.AioRpcError) as error:
-        _log.info("a reservation is left to expire", error=_told(error))
+        _log.info("a reservation is left to expire", error=str(typed(error)))
 
 
 async def leave(call: grpc.aio.UnaryStreamCall[Any, Any], run: asyncio.Task[None]) -> bool:
@@ -94,9 +94,5 @@ async def give_back(
                 timeout=RELEASE_TIMEOUT_S,
             )
     except (Unavailable, grpc.aio.AioRpcError) as error:
-        _log.info("a grant was not given back", error=_told(error))
+        _log.info("a grant was not given back", error=str(typed(error)))
     await release(stub, attempt)
-
-
-def _told(error: Unavailable | grpc.aio.AioRpcError) -> str:
-    return str(from_rpc_error(error) if isinstance(error, grpc.aio.AioRpcError) else error)

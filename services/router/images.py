@@ -18,7 +18,7 @@ from headrace.services.router.tenants import TenantKeys
 from headrace.services.router.workers import ModelGroup, Workers
 from headrace.services.runtime import logs
 from headrace.services.runtime.clock import Clock
-from headrace.services.runtime.errors import HeadraceError, Internal, Unavailable, closed_is_unavailable, from_rpc_error
+from headrace.services.runtime.errors import HeadraceError, Internal, Unavailable, closed_is_unavailable, typed
 from headrace.services.runtime.intercept import request_metadata
 from headrace.v1 import common_pb2, encoder_pb2, encoder_pb2_grpc
 
@@ -110,7 +110,7 @@ class ImageStage:
                 response = await self._ask(candidate, request, deadline, len(works))
                 taken = True
             except (grpc.aio.AioRpcError, HeadraceError) as error:
-                failure = from_rpc_error(error) if isinstance(error, grpc.aio.AioRpcError) else error
+                failure = typed(error)
                 if not retry_elsewhere(failure):
                     raise failure from error
                 _log.info("encoder refused", replica=candidate.id.replica_id, error=str(failure))
@@ -174,7 +174,7 @@ async def _renew(
                 await stub.Renew(encoder_pb2.EncoderServiceRenewRequest(lease_ids=leases), timeout=period_s)
             missed = 0
         except (Unavailable, grpc.aio.AioRpcError) as failure:
-            error = failure if isinstance(failure, Unavailable) else from_rpc_error(failure)
+            error = typed(failure)
             missed += 1
             if isinstance(error, Unavailable) or missed >= MISSED_RENEWALS:
                 gone.set()
@@ -186,5 +186,4 @@ async def _release(stub: encoder_pb2_grpc.EncoderServiceAsyncStub, leases: list[
         with closed_is_unavailable("the encoder"):
             await stub.Release(encoder_pb2.EncoderServiceReleaseRequest(lease_ids=leases), timeout=RELEASE_TIMEOUT_S)
     except (Unavailable, grpc.aio.AioRpcError) as failure:
-        error = failure if isinstance(failure, Unavailable) else from_rpc_error(failure)
-        _log.info("embedding leases are left to expire", error=str(error))
+        _log.info("embedding leases are left to expire", error=str(typed(failure)))

@@ -78,8 +78,7 @@ class Reserver:
         not asked again: what this number promised there is on its way to be given back.
 
         Raises a refusal (RESOURCE_EXHAUSTED before UNAVAILABLE before others: who may do it later decides), Rejected by
-        the balancer, NeverFits when no
-        rank of a role is large enough, or Unavailable when there is nobody.
+        the balancer, NeverFits when no rank of a role is large enough, or Unavailable when there is nobody.
         """
         fleet = self._workers.fleet
         if not len(fleet.columns(Role.PREFILL)) or not len(fleet.columns(Role.DECODE)):

@@ -253,6 +253,11 @@ def from_rpc_error(failure: grpc.aio.AioRpcError) -> HeadraceError:
     return error
 
 
+def typed(failure: HeadraceError | grpc.aio.AioRpcError) -> HeadraceError:
+    """The typed error of a call that may have been refused before it was made."""
+    return failure if isinstance(failure, HeadraceError) else from_rpc_error(failure)
+
+
 def told_by_peer(failure: grpc.aio.AioRpcError) -> bool:
     """Whether the peer itself ended the call: it can be reached, whatever it said."""
     return any(key == METADATA_KEY for key, _ in failure.trailing_metadata() or ())
