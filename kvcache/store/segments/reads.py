@@ -17,7 +17,7 @@ from headrace.kvcache.store.segments.counters import Counters
 from headrace.kvcache.store.segments.erasures import Erasures
 from headrace.kvcache.store.segments.names import bucket_name
 from headrace.kvcache.store.segments.reader import SegmentReader
-from headrace.kvcache.store.segments.table import SegmentTable
+from headrace.kvcache.store.segments.table import SegmentTable, take_out
 
 _log = logging.getLogger(__name__)
 _DEAD = frozenset({Miss.ABSENT, Miss.HEADER, Miss.HOLE, Miss.SHORT, Miss.DIGEST, Miss.DROPPED})
@@ -133,15 +133,12 @@ class Reads:
 
     def forget(self, rows: Sequence[IndexRow]) -> None:
         """Rows that lead nowhere. One that was stale goes from the table alone: its entry lies elsewhere."""
-        deadline = time.monotonic() + self._index_timeout_s
         try:
-            self._index.remove_many(rows, deadline)
-            held = self._index.held([row.key for row in rows], deadline)
+            lost = take_out(self._index, self._table, rows, time.monotonic() + self._index_timeout_s)
         except IndexUnavailable as error:
             _log.info("%d dangling rows stay for now: %s", len(rows), error)
             return
-        self._table.remove(rows)
-        self.removed([row for row, other in zip(rows, held, strict=True) if other is None])
+        self.removed(lost)
 
     def removed(self, rows: Sequence[IndexRow]) -> DropCount:
         """The index has them no more: tell it."""

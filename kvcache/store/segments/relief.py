@@ -27,7 +27,7 @@ from headrace.kvcache.store.segments.quotas import Quotas
 from headrace.kvcache.store.segments.record import record_bytes
 from headrace.kvcache.store.segments.rewriter import Rewriter
 from headrace.kvcache.store.segments.sweeper import Relief
-from headrace.kvcache.store.segments.table import SegmentTable
+from headrace.kvcache.store.segments.table import SegmentTable, take_out
 from headrace.kvcache.store.segments.unlinking import Unlinking
 from headrace.kvcache.store.segments.uses import Uses
 
@@ -156,11 +156,7 @@ class PressureRelief:
                 for row in self._index.rows_of(path, self._deadline())
                 if self._rank(row) < plan.tenant_horizons.get(row.tenant_tag, 0)
             ]
-            self._index.remove_many(rows, self._deadline())
-            self._table.remove(rows)
-            # What was written again meanwhile lies elsewhere.
-            held = self._index.held([row.key for row in rows], self._deadline())
-            lost = [row for row, other in zip(rows, held, strict=True) if other is None]
+            lost = take_out(self._index, self._table, rows, self._deadline())
             self._lost(lost)
             pruned += len(lost)
         return pruned

@@ -7,11 +7,11 @@ removals. What others wrote and removed a process that does not sweep learns whe
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.kvcache.entries import EntryKind
-from headrace.kvcache.index.base import IndexRow
+from headrace.kvcache.index.base import Index, IndexRow
 from headrace.kvcache.store.segments.names import Bucket, SegmentName
 from headrace.kvcache.store.segments.record import record_bytes
 
@@ -179,6 +179,15 @@ class SegmentTable:
             _subtract(self._tenants, tenant_tag, size)
             self._entries[kind] -= 1
             self._payload -= length
+
+
+def take_out(index: Index, table: SegmentTable, rows: Sequence[IndexRow], deadline: float) -> list[IndexRow]:
+    """Take rows out of both. Returns those whose entries are lost by it: of the others the index knows another place,
+    where they were written again meanwhile. Raises IndexUnavailable."""
+    index.remove_many(rows, deadline)
+    table.remove(rows)
+    held = index.held([row.key for row in rows], deadline)
+    return [row for row, other in zip(rows, held, strict=True) if other is None]
 
 
 def _subtract(counts: dict[bytes, int], key: bytes, size: int) -> None:
