@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -188,13 +188,18 @@ class Erasures:
             fences = (log.namespace, *log.tenants.values())
             return any(name.number <= fence.get(name.writer, 0) for fence in fences)
 
-    def refresh(self, groups: set[str], deadline: float | None = None, *, at_once: bool = False) -> None:
-        """Read what others appended to the logs of these segments' namespaces, by `deadline` (time.monotonic seconds);
-        `at_once` however short ago the last look was.
+    def refresh(self, groups: Iterable[str], deadline: float | None = None, *, at_once: bool = False) -> None:
+        """`learn` of these segments' namespaces; `at_once`: however short ago the last look was."""
+        self._learn({_namespace_of(group) for group in groups}, deadline, 0.0 if at_once else self._poll_s)
+
+    def learn(self, namespaces: Iterable[bytes], deadline: float) -> None:
+        """Read what others appended to the logs of these namespaces, by `deadline` (time.monotonic seconds).
         OSError if a log is there and cannot be read, or not in time: then nothing of that namespace may be shown."""
+        self._learn({namespace.hex() for namespace in namespaces}, deadline, self._poll_s)
+
+    def _learn(self, namespaces: Iterable[str], deadline: float | None, poll_s: float) -> None:
         now = time.monotonic()
-        poll_s = 0.0 if at_once else self._poll_s
-        for namespace in {_namespace_of(group) for group in groups}:
+        for namespace in namespaces:
             known = self._logs.get(namespace)
             if known is not None and now - known.read_at < poll_s:
                 continue

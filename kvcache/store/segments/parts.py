@@ -26,7 +26,7 @@ from headrace.kvcache.store.segments.erasing import Epochs, Erasing
 from headrace.kvcache.store.segments.erasures import Erasures
 from headrace.kvcache.store.segments.handles import SegmentFiles
 from headrace.kvcache.store.segments.intake import Intake
-from headrace.kvcache.store.segments.names import LOCKS, ROOT
+from headrace.kvcache.store.segments.names import LOCKS
 from headrace.kvcache.store.segments.own_segments import OwnSegments
 from headrace.kvcache.store.segments.pending import Pending, WriteQueue, settle
 from headrace.kvcache.store.segments.quotas import Quotas
@@ -302,9 +302,8 @@ class Parts:
             self.writer.retire(path)
 
     def _learn(self, namespaces: Collection[bytes]) -> None:
-        groups = {f"{ROOT}/{namespace.hex()}/" for namespace in namespaces}
         try:
-            self.erasures.refresh(groups, time.monotonic() + self.settings.index_timeout_s)
+            self.erasures.learn(namespaces, time.monotonic() + self.settings.index_timeout_s)
         except OSError as error:
             _log.info("what is accepted now is dropped if anything was erased lately: %s", error)
 
