@@ -76,14 +76,13 @@ class SqliteIndex(Index):
             return found
         missing = {key for key, row in zip(keys, found, strict=True) if row is None}
         with self._file.reading(deadline) as session:
-            fetched = {row.key: row for row in self._select_ids(session, missing) if row.key in missing}
+            fetched = self._fetch(session, missing)
         self._remember(session.memory, fetched.values())
         return [row if row is not None else fetched.get(key) for key, row in zip(keys, found, strict=True)]
 
     def held(self, keys: Sequence[Key], deadline: float) -> Sequence[IndexRow | None]:
-        wanted = set(keys)
         with self._file.reading(deadline) as session:
-            fetched = {row.key: row for row in self._select_ids(session, wanted) if row.key in wanted}
+            fetched = self._fetch(session, set(keys))
         return [fetched.get(key) for key in keys]
 
     def remove_many(self, rows: Sequence[IndexRow], deadline: float) -> int:
@@ -188,6 +187,9 @@ class SqliteIndex(Index):
 
     def close(self) -> None:
         self._file.close()
+
+    def _fetch(self, session: Session, keys: set[Key]) -> dict[Key, IndexRow]:
+        return {row.key: row for row in self._select_ids(session, keys) if row.key in keys}
 
     def _select_ids(self, session: Session, keys: Iterable[Key]) -> Iterator[IndexRow]:
         ids = iter({id_of(key) for key in keys})
