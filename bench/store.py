@@ -30,7 +30,6 @@ from bench.store_harness.cases import MIB, Case, cases, entries, payload_pattern
 from bench.store_harness.engine import Engine
 from bench.store_harness.lookups import measure_index
 from bench.store_harness.peers import lmcache_rows, row, weed_rows
-from bench.tier_harness.seaweed_speed import measure as measure_seaweed
 from headrace.kvcache.store.segments.settings import SegmentSettings
 
 PAYLOADS = (114_048, MIB, 4 * MIB)
@@ -207,21 +206,6 @@ def judged(timings: Timings, suffix: str) -> dict[str, JsonValue]:
 def table(timings: Timings) -> list[dict[str, Scalar]]:
     whats = dict.fromkeys(name for name, _ in timings.seconds)
     return [row(timings.case, what, *timings.best(what)) for what in whats]
-
-
-def seaweed_rows(case: Case, directory: Path, advance: Advance) -> list[dict[str, Scalar]]:
-    """Two copies on three servers of this machine; a third of the bytes, since each crosses loopback three times."""
-    count = max(8, case.count // 3)
-    speed = measure_seaweed(directory, case.payload, count, advance)
-    note = f"{speed.copies} copies"
-    return [
-        row(case, what, rate * 1e6 * case.record / case.payload, threads) | {"note": note}
-        for what, rate, threads in (
-            ("SeaweedFS, verified read", speed.verified_read_mb_s, speed.readers),
-            ("SeaweedFS, write", speed.durable_write_mb_s, speed.writers),
-            ("SeaweedFS, write, not durable", speed.write_mb_s, speed.writers),
-        )
-    ]
 
 
 if __name__ == "__main__":
